@@ -1,0 +1,91 @@
+"""The result of the dry run: everything that was decided about a model, a plan and a number of ranks.
+
+`analyze` makes an `Analysis`; `shard`, `verify`, `convert` and the command line only read it.
+
+    Analysis ──► str()      a table for one screen       (autotp.report.text)
+             ├─► to_json()  for programs                 (autotp.report.json)
+             └─► to_html()  one self-contained page      (autotp.report.html)
+
+This file knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from autotp import cost
+from autotp.cost import Collective
+from autotp.diagnostic import Diagnostic, errors
+from autotp.inventory import Inventory
+from autotp.placement import Shard
+
+if TYPE_CHECKING:
+    from autotp.match import Matches
+    from autotp.plan import Plan
+
+__all__ = ["LAYOUTS", "NAMES_AND_SHAPES", "Analysis", "Collective"]
+
+# How much is certain: the layouts were proven on the traced graph, or only names and shapes fit.
+LAYOUTS = "layouts"
+NAMES_AND_SHAPES = "names and shapes"
+
+
+@dataclass
+class Analysis:
+    """What a plan does to a model on `tp` ranks, decided before anything is touched.
+
+    - `plan`         the plan that was used or derived
+    - `inventory`    the modules and tensors it was matched against
+    - `matches`      which rule takes which module
+    - `layouts`      tensor name -> how it is cut; a tensor that is absent is whole on every rank
+    - `diagnostics`  every finding; the plan is refused when one of them is an error
+    - `certainty`    "layouts" when they were proven on the traced graph, else "names and shapes"
+    - `collectives`  what runs in one forward and one backward pass
+    - `modes`        the paths that were proven, such as "eval" and "train"
+    - `edits`        call-site edits as a diff
+    """
+
+    tp: int
+    plan: Plan
+    inventory: Inventory
+    matches: Matches
+    layouts: Mapping[str, Shard] = field(default_factory=dict)
+    diagnostics: tuple[Diagnostic, ...] = ()
+    certainty: str = NAMES_AND_SHAPES
+    collectives: tuple[Collective, ...] = ()
+    modes: tuple[str, ...] = ()
+    edits: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return not errors(self.diagnostics)
+
+    @property
+    def sharded_fraction(self) -> float:
+        """The share of the bytes of matrices (two dims or more) that is cut, from 0.0 to 1.0."""
+        return cost.sharded_fraction(self.inventory, self.layouts)
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """The bytes of parameters and buffers on each rank, exact to the byte, tied tensors once."""
+        return cost.rank_bytes(self.inventory, self.layouts, self.tp)
+
+    def to_json(self) -> str:
+        """Everything as a JSON text in a stable order; its "plan" is a plan that loads again."""
+        from autotp.report.json import render
+
+        return render(self)
+
+    def to_html(self) -> str:
+        """Everything as one self-contained HTML page."""
+        from autotp.report.html import render
+
+        return render(self)
+
+    def __str__(self) -> str:
+        from autotp.report.text import render
+
+        return render(self)

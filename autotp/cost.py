@@ -1,0 +1,284 @@
+"""What a plan costs: the bytes that each rank holds, the collectives that it runs, what stays whole.
+
+Everything here is counted from names, shapes and layouts, without torch and without reading weights.
+Bytes are exact, for uneven layouts too, and a tied tensor counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from autotp.diagnostic import Diagnostic
+from autotp.inventory import Inventory, TensorInfo
+from autotp.placement import Shard
+
+if TYPE_CHECKING:
+    from autotp.match import Matches, Placed
+
+__all__ = [
+    "LOW",
+    "OPERATIONS",
+    "Collective",
+    "Reason",
+    "collapsed",
+    "collectives_of",
+    "cost_findings",
+    "expected_collectives",
+    "left_whole",
+    "rank_bytes",
+    "sharded_fraction",
+]
+
+# What each mapping runs: its collective in forward, and in backward.
+OPERATIONS: Mapping[str, tuple[str | None, str | None]] = {
+    "copy": (None, "all-reduce"),
+    "reduce": ("all-reduce", None),
+    "gather": ("all-gather", None),
+    "scatter": (None, "all-gather"),
+    "reduce_scatter": ("reduce-scatter", "all-gather"),
+    "all_gather": ("all-gather", "reduce-scatter"),
+    "share": (None, None),
+    "slice": (None, None),
+}
+
+LEFT_WHOLE = "AT390"  # a large tensor that stays whole on every rank
+NOTHING = "AT391"  # a plan that shards nothing
+LOW = "AT392"  # a plan that shards next to nothing
+
+# A group of matrices is large when it holds this share of the model's bytes.
+LARGE = Fraction(1, 100)
+# A plan shards next to nothing below this share of the matrix bytes.
+LITTLE = Fraction(1, 10)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`calls` runs of one mapping's collective at a module, in one forward or one backward pass.
+
+    `mapping` is a key of `OPERATIONS`; `direction` is "forward" or "backward".
+    """
+
+    mapping: str
+    module: str
+    direction: str
+    calls: int = 1
+
+    @property
+    def operation(self) -> str:
+        """The collective that runs: all-reduce, all-gather or reduce-scatter."""
+        found = OPERATIONS[self.mapping][self.direction == "backward"]
+        assert found is not None, f"{self.mapping} runs nothing in {self.direction}"
+        return found
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Tensors of one collapsed name that stay whole on every rank, and why."""
+
+    name: str
+    why: str
+    tensors: int
+    nbytes: int
+    matrices: bool
+    stated: bool  # the plan says `replicate`
+    first: str  # the first of the tensors, by its full name
+
+
+def collectives_of(mapping: str, module: str, *, calls: int = 1) -> tuple[Collective, ...]:
+    """The collectives that one mapping runs, forward and backward.
+
+    >>> [f"{c.operation} {c.direction}" for c in collectives_of("copy", "fc1")]
+    ['all-reduce backward']
+    >>> [f"{c.operation} {c.direction}" for c in collectives_of("all_gather", "fc1")]
+    ['all-gather forward', 'reduce-scatter backward']
+    """
+    pair = zip(("forward", "backward"), OPERATIONS[mapping], strict=True)
+    return tuple(Collective(mapping, module, way, calls) for way, runs in pair if runs)
+
+
+def _own(inventory: Inventory) -> Iterator[TensorInfo]:
+    """Every tensor once: the further names of tied tensors are left out."""
+    for name, tensor in inventory.tensors().items():
+        if name not in inventory.aliases:
+            yield tensor
+
+
+def rank_bytes(inventory: Inventory, layouts: Mapping[str, Shard], tp: int) -> tuple[int, ...]:
+    """The bytes of parameters and buffers that each rank holds, exactly."""
+    held = [0] * tp
+    for tensor in _own(inventory):
+        shard = layouts.get(tensor.name)
+        for rank in range(tp):
+            held[rank] += tensor.nbytes if shard is None else local_bytes(tensor, shard, rank)
+    return tuple(held)
+
+
+def local_bytes(tensor: TensorInfo, shard: Shard, rank: int) -> int:
+    """The bytes of `rank`'s part of one tensor."""
+    size = tensor.shape[shard.dim]
+    return tensor.nbytes * shard.local_size(size, rank) // size if size else 0
+
+
+def sharded_fraction(inventory: Inventory, layouts: Mapping[str, Shard]) -> float:
+    """The share of the bytes of matrices (two dims or more) that is cut, from 0.0 to 1.0.
+
+    Sections that are whole on every rank do not count as cut.
+    """
+    total = cut = Fraction(0)
+    for tensor in _own(inventory):
+        if len(tensor.shape) < 2:
+            continue
+        total += tensor.nbytes
+        shard = layouts.get(tensor.name)
+        size = 0 if shard is None else tensor.shape[shard.dim]
+        if shard is not None and size:
+            dealt = sum(length for length, dealt in shard.pieces(size) if dealt is not None)
+            cut += Fraction(tensor.nbytes * dealt, size)
+    return float(cut / total) if total else 0.0
+
+
+def expected_collectives(inventory: Inventory, matches: Matches) -> tuple[Collective, ...]:
+    """The collectives that the styles imply, where no graph has shown the real ones.
+
+    A column layer copies its input (one all-reduce backward), a row layer reduces its output and a
+    vocab layer its rows (one all-reduce forward); `gather_output` adds an all-gather forward,
+    `split_input` one backward. Column layers side by side in one module that read the same number
+    of features are counted as reading one value: q, k and v share a copy.
+    """
+    found: list[Collective] = []
+    shared: set[tuple[str, int | None]] = set()
+    for placed in matches.placed.values():
+        if not any(len(_shape(inventory, name)) > 1 for name in placed.layouts):
+            continue  # a per-head vector moves nothing
+        if placed.style == "column":
+            reads = (placed.path.rpartition(".")[0], _features_read(inventory, placed))
+            if placed.target == "module" and reads not in shared:
+                shared.add(reads)
+                found += collectives_of("copy", placed.path)
+            if placed.rule.gather_output:
+                found += collectives_of("gather", placed.path)
+        elif placed.style in ("row", "vocab"):
+            if placed.rule.split_input:
+                found += collectives_of("scatter", placed.path)
+            found += collectives_of("reduce", placed.path)
+    return tuple(found)
+
+
+def _shape(inventory: Inventory, name: str) -> tuple[int, ...]:
+    module = inventory.modules.get(name.rpartition(".")[0])
+    local = name.rpartition(".")[2]
+    return module.tensors[local].shape if module is not None and local in module.tensors else ()
+
+
+def _features_read(inventory: Inventory, placed: Placed) -> int | None:
+    """The input features of a column layer: the dim of its weight that is not cut."""
+    for name, shard in placed.layouts.items():
+        shape = _shape(inventory, name)
+        if len(shape) == 2:
+            return shape[1 - shard.dim]
+    return None
+
+
+def collapsed(path: str) -> str:
+    """A path with its layer numbers taken out.
+
+    >>> collapsed("model.layers.11.mlp.fc1")
+    'model.layers.*.mlp.fc1'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def left_whole(inventory: Inventory, matches: Matches, layouts: Mapping[str, Shard]) -> tuple[Reason, ...]:
+    """What every rank holds whole, largest first, layers taken together, each with its reason."""
+    groups: dict[tuple[str, str], list[TensorInfo]] = {}
+    stated: set[str] = set()
+    for tensor in _own(inventory):
+        if tensor.name in layouts:
+            continue
+        placed = matches.placed.get(tensor.name) or matches.placed.get(tensor.name.rpartition(".")[0])
+        if placed is None:
+            why = "no rule matches it"
+        elif placed.style == "replicate":
+            why = f"the rule `{placed.pattern}: replicate` says so"
+            stated.add(collapsed(tensor.name))
+        elif tensor.name in placed.layouts:
+            why = f"the rule `{placed.pattern}: {placed.style}` is not proven for it"
+        else:
+            why = f"the rule `{placed.pattern}: {placed.style}` leaves it whole"
+        groups.setdefault((collapsed(tensor.name), why), []).append(tensor)
+    reasons = [
+        Reason(
+            name=name,
+            why=why,
+            tensors=len(tensors),
+            nbytes=sum(t.nbytes for t in tensors),
+            matrices=any(len(t.shape) > 1 for t in tensors),
+            stated=name in stated,
+            first=tensors[0].name,
+        )
+        for (name, why), tensors in groups.items()
+    ]
+    return tuple(sorted(reasons, key=lambda reason: -reason.nbytes))
+
+
+def cost_findings(
+    inventory: Inventory, matches: Matches, layouts: Mapping[str, Shard]
+) -> tuple[Diagnostic, ...]:
+    """Findings on what a plan saves.
+
+    AT391 (error): nothing is sharded. AT392 (warning): next to nothing is. AT390 (warning): a large
+    matrix stays whole, though no rule says `replicate`.
+    """
+    total = sum(tensor.nbytes for tensor in _own(inventory))
+    fraction = sharded_fraction(inventory, layouts)
+    if not layouts:
+        return (
+            Diagnostic(
+                NOTHING,
+                "the plan shards nothing: every rank would hold the whole model",
+                notes=(f"{len(matches.placed)} modules and tensors are matched, none of them is cut",),
+                help=("give the large matrices a column, row or vocab rule",),
+            ),
+        )
+    found = []
+    if fraction < LITTLE:
+        found.append(
+            Diagnostic(
+                LOW,
+                f"the plan shards {fraction:.1%} of the bytes of all matrices",
+                severity="warning",
+                help=("give the large matrices a column, row or vocab rule",),
+            )
+        )
+    found += [
+        _large(reason, total)
+        for reason in left_whole(inventory, matches, layouts)
+        if _is_large(reason, total)
+    ]
+    return tuple(found)
+
+
+def _is_large(reason: Reason, total: int) -> bool:
+    return reason.matrices and not reason.stated and reason.nbytes >= LARGE * total
+
+
+def _large(reason: Reason, total: int) -> Diagnostic:
+    module = reason.name.rpartition(".")[0] or reason.name
+    many = "" if reason.tensors == 1 else f", {reason.tensors} tensors"
+    return Diagnostic(
+        LEFT_WHOLE,
+        f"stays whole on every rank: {reason.why}",
+        severity="warning",
+        module=reason.name,
+        notes=(f"{reason.nbytes:,} bytes{many}, {reason.nbytes / total:.1%} of the model",),
+        help=(f"shard it by a rule, or accept it by `{_suffix(module)}: replicate`",),
+    )
+
+
+def _suffix(path: str) -> str:
+    """The end of a collapsed path that makes a short pattern: the last segments that are names."""
+    parts: Iterable[str] = path.split(".*.")[-1].split(".")[-2:]
+    return ".".join(parts)
