@@ -45,6 +45,7 @@ class Analysis:
     - `collectives`  what runs in one forward and one backward pass
     - `modes`        the paths that were proven, such as "eval" and "train"
     - `edits`        call-site edits as a diff
+    - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
 
     tp: int
@@ -57,6 +58,7 @@ class Analysis:
     collectives: tuple[Collective, ...] = ()
     modes: tuple[str, ...] = ()
     edits: str = ""
+    plan_name: str = ""
 
     @property
     def ok(self) -> bool:

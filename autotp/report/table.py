@@ -1,0 +1,203 @@
+"""What a report shows, decided once for text and HTML: rows, collectives, bytes and the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autotp.analysis import LAYOUTS, Analysis
+from autotp.cost import Collective, collapsed, local_bytes
+from autotp.diagnostic import errors
+from autotp.inventory import TensorInfo
+from autotp.report.words import bytes_words, count, shard_words
+
+if TYPE_CHECKING:
+    from autotp.match import Placed
+
+__all__ = ["Row", "bytes_line", "collective_lines", "headline", "plan_name", "rows", "verdict"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what one rule does to modules of one kind, layers taken together."""
+
+    rule: str
+    where: str
+    style: str
+    cut: str
+    tensors: int
+    nbytes: str
+
+
+def plan_name(analysis: Analysis) -> str:
+    """The plan as users know it: its shipped name, its file, or "given in code"."""
+    if analysis.plan_name:
+        return analysis.plan_name
+    spans = (analysis.plan.span(pattern) for pattern in analysis.plan.rules)
+    return next((span.file for span in spans if span is not None), "given in code")
+
+
+def headline(analysis: Analysis) -> str:
+    """Target, plan, tp and how much is certain."""
+    if analysis.certainty == LAYOUTS:
+        certain = "layouts proven" + (f" ({', '.join(analysis.modes)})" if analysis.modes else "")
+    else:
+        certain = "names and shapes only"
+    return f"{analysis.inventory.name}: plan {plan_name(analysis)}, tp {analysis.tp}, {certain}"
+
+
+def rows(analysis: Analysis) -> list[Row]:
+    """The table, in the plan's order; a rule that matches nothing has a row that says so."""
+    tensors = analysis.inventory.tensors()
+    heads = _head_names(analysis)
+    groups: dict[tuple[str, str, str, str], list[TensorInfo]] = {}
+    for placed in analysis.matches.placed.values():
+        where = collapsed(placed.path).removesuffix(placed.pattern).rstrip(".")
+        cut = [tensors[n] for n in _names(analysis, placed) if n in tensors and n in analysis.layouts]
+        if not cut:
+            key = (placed.pattern, where, placed.style, "whole")
+            groups.setdefault(key, []).extend(tensors[n] for n in _names(analysis, placed) if n in tensors)
+        for tensor in cut:
+            key = (placed.pattern, where, placed.style, _words(analysis, placed, tensor, heads))
+            groups.setdefault(key, []).append(tensor)
+    found = {
+        pattern: [
+            Row(*key, len(members), _held(analysis, members))
+            for key, members in groups.items()
+            if key[0] == pattern
+        ]
+        for pattern in analysis.plan.rules
+    }
+    return [
+        row
+        for pattern, rule in analysis.plan.rules.items()
+        for row in found[pattern] or [Row(pattern, "", rule.style, "matches nothing", 0, "-")]
+    ]
+
+
+def _names(analysis: Analysis, placed: Placed) -> Iterable[str]:
+    """The full names of the tensors that a rule speaks of, tied ones under their first name."""
+    module = analysis.inventory.modules.get(placed.path)
+    if placed.target == "tensor" or module is None:
+        return (placed.path,)
+    return (tensor.name for tensor in module.tensors.values())
+
+
+def _head_names(analysis: Analysis) -> Mapping[int, str]:
+    """What a number of declared units is called: {32: "heads", 8: "kv heads"}."""
+    found: dict[int, str] = {}
+    for placed in analysis.matches.placed.values():
+        if placed.rule.heads is None:
+            continue
+        key = str(placed.rule.heads)
+        noun = "kv heads" if "kv" in key or "key_value" in key else "heads"
+        for shard in placed.layouts.values():
+            if shard.deal is not None and shard.deal.declared:
+                if found.setdefault(shard.deal.declared, noun) != noun:
+                    found[shard.deal.declared] = "heads"
+    return found
+
+
+def _words(analysis: Analysis, placed: Placed, tensor: TensorInfo, heads: Mapping[int, str]) -> str:
+    shard = analysis.layouts[tensor.name]
+    size = tensor.shape[shard.dim]
+    units = 0 if shard.deal is None else shard.deal.declared or shard.deal.units
+    if units == size // shard.groups:
+        noun = "ids" if placed.style == "vocab" else "features"
+    elif placed.rule.heads is not None and "kv" in str(placed.rule.heads).replace("key_value", "kv"):
+        noun = "kv heads"
+    else:
+        noun = heads.get(units, "units")
+    return shard_words(shard, size, noun)
+
+
+def _held(analysis: Analysis, members: Iterable[TensorInfo]) -> str:
+    """The bytes that a rank holds of some tensors: one figure, or the range over the ranks."""
+    held = [0] * analysis.tp
+    for tensor in members:
+        shard = analysis.layouts.get(tensor.name)
+        for rank in range(analysis.tp):
+            held[rank] += tensor.nbytes if shard is None else local_bytes(tensor, shard, rank)
+    least, most = bytes_words(min(held)), bytes_words(max(held))
+    return most if least == most else f"{least} - {most}"
+
+
+def _layer(path: str) -> tuple[str, str] | None:
+    """The first numbered ancestor of a path, as (collapsed name, number): ("layers.*", "3")."""
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join([*parts[:place], "*"]), part
+    return None
+
+
+def collective_lines(collectives: Iterable[Collective]) -> list[tuple[str, str, str]]:
+    """Lines (where, forward, backward): one for each stack of layers, the rest, and the total.
+
+    >>> from autotp.cost import collectives_of
+    >>> found = [c for n in "01" for m in ("copy", "reduce") for c in collectives_of(m, f"layers.{n}.fc")]
+    >>> collective_lines(found)
+    [('a layer of layers.*', '1 all-reduce', '1 all-reduce'), ('in all', '2 all-reduce', '2 all-reduce')]
+    """
+    total: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    rest: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    stacks: dict[str, dict[str, dict[str, Counter[str]]]] = {}
+    for one in collectives:
+        total[one.direction][one.operation] += one.calls
+        layer = _layer(one.module)
+        if layer is None:
+            rest[one.direction][one.operation] += one.calls
+        else:
+            numbers = stacks.setdefault(layer[0], {})
+            counts = numbers.setdefault(layer[1], {"forward": Counter(), "backward": Counter()})
+            counts[one.direction][one.operation] += one.calls
+    lines = [
+        (
+            f"a layer of {stack}",
+            _spread([counts["forward"] for counts in numbers.values()]),
+            _spread([counts["backward"] for counts in numbers.values()]),
+        )
+        for stack, numbers in stacks.items()
+    ]
+    if stacks and (rest["forward"] or rest["backward"]):
+        lines.append(("outside the layers", _spread([rest["forward"]]), _spread([rest["backward"]])))
+    return [*lines, ("in all", _spread([total["forward"]]), _spread([total["backward"]]))]
+
+
+def _spread(layers: list[Counter[str]]) -> str:
+    """Counts by operation; a range where layers differ."""
+    words = []
+    for operation in sorted({operation for counts in layers for operation in counts}):
+        numbers = sorted(counts[operation] for counts in layers)
+        span = str(numbers[0]) if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
+        words.append(f"{span} {operation}")
+    return ", ".join(words) or "none"
+
+
+def bytes_line(analysis: Analysis) -> str:
+    """Bytes a rank, the imbalance between the ranks, and the share of the matrices that is sharded."""
+    held = analysis.rank_bytes
+    whole = sum(
+        t.nbytes for n, t in analysis.inventory.tensors().items() if n not in analysis.inventory.aliases
+    )
+    most, least = max(held), min(held)
+    if most == least:
+        line = f"a rank holds {bytes_words(most)} ({most:,} bytes)"
+    else:
+        mean = sum(held) / len(held)
+        line = f"a rank holds {bytes_words(least)} to {bytes_words(most)} (imbalance {most / mean - 1:.1%})"
+    sharded = f"{analysis.sharded_fraction:.1%} of the matrices sharded"
+    return f"{line} of {bytes_words(whole)}, {sharded}"
+
+
+def verdict(analysis: Analysis) -> str:
+    """The closing line: ok, or how many findings there are."""
+    wrong = len(errors(analysis.diagnostics))
+    others = len(analysis.diagnostics) - wrong
+    warned = count(others, "warning")
+    if wrong:
+        return f"refused: {count(wrong, 'error')}" + (f", {warned}" if others else "")
+    proof = "layouts are proven" if analysis.certainty == LAYOUTS else "layouts are not proven"
+    return f"ok: {proof}" + (f", {warned}" if others else "")

@@ -1,0 +1,85 @@
+"""The dry run as text for one screen."""
+
+from __future__ import annotations
+
+from autotp.analysis import LAYOUTS, Analysis
+from autotp.cost import left_whole
+from autotp.diagnostic import Diagnostic
+from autotp.report.table import Row, bytes_line, collective_lines, headline, rows, verdict
+from autotp.report.words import bytes_words, count
+
+__all__ = ["findings", "paint", "render"]
+
+HEADS = ("rule", "in", "style", "how it is cut", "tensors", "a rank holds")
+SHOWN = 5  # lines of what stays whole
+COLOURS = {"error": "1;31", "warning": "1;33", "ok": "1;32", "refused": "1;31", "bold": "1"}
+
+
+def render(analysis: Analysis, *, colour: bool = False) -> str:
+    """The table, what stays whole, collectives, bytes, findings and the verdict, in that order."""
+    lines = [paint(headline(analysis), "bold", colour), ""]
+    lines += _table(rows(analysis))
+    lines += ["", *_whole(analysis), "", *_collectives(analysis), "", bytes_line(analysis)]
+    if analysis.edits:
+        lines += ["", "edits of the model's own code:", analysis.edits.rstrip("\n")]
+    for finding in analysis.diagnostics:
+        lines += ["", one_finding(finding, colour=colour)]
+    closing = verdict(analysis)
+    return "\n".join([*lines, "", paint(closing, closing.partition(":")[0], colour)])
+
+
+def findings(diagnostics: tuple[Diagnostic, ...], *, colour: bool = False) -> str:
+    """Findings, a blank line between two."""
+    return "\n\n".join(one_finding(finding, colour=colour) for finding in diagnostics)
+
+
+def one_finding(finding: Diagnostic, *, colour: bool) -> str:
+    """One finding; its severity is coloured."""
+    text = finding.render()
+    return paint(finding.severity, finding.severity, colour) + text.removeprefix(finding.severity)
+
+
+def paint(text: str, kind: str, colour: bool) -> str:
+    """The text in the colour of its kind, on terminals."""
+    return f"\x1b[{COLOURS[kind]}m{text}\x1b[0m" if colour and kind in COLOURS else text
+
+
+def _table(found: list[Row]) -> list[str]:
+    cells = [HEADS, *((r.rule, r.where, r.style, r.cut, f"{r.tensors:,}", r.nbytes) for r in found)]
+    if not any(row.where for row in found):
+        cells = [(*row[:1], *row[2:]) for row in cells]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(cells[0]))]
+    numbers = len(widths) - 2  # the last two columns are set to the right
+    return [
+        "  ".join(
+            cell.ljust(width) if place < numbers else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _whole(analysis: Analysis) -> list[str]:
+    reasons = left_whole(analysis.inventory, analysis.matches, analysis.layouts)
+    if not reasons:
+        return ["nothing stays whole"]
+    tensors, nbytes = sum(r.tensors for r in reasons), sum(r.nbytes for r in reasons)
+    lines = [f"whole on every rank: {count(tensors, 'tensor')}, {bytes_words(nbytes)}"]
+    width = max(len(reason.name) for reason in reasons[:SHOWN])
+    for reason in reasons[:SHOWN]:
+        lines.append(f"  {reason.name.ljust(width)}  {bytes_words(reason.nbytes):>10}  {reason.why}")
+    rest = reasons[SHOWN:]
+    if rest:
+        more, held = sum(r.tensors for r in rest), sum(r.nbytes for r in rest)
+        lines.append(f"  and {count(more, 'smaller tensor')}, {bytes_words(held)}")
+    return lines
+
+
+def _collectives(analysis: Analysis) -> list[str]:
+    source = "from the graph" if analysis.certainty == LAYOUTS else "expected from the styles"
+    cells = [(f"collectives, {source}", "forward", "backward"), *collective_lines(analysis.collectives)]
+    first, second = (max(len(row[place]) + 2 * (row is not cells[0]) for row in cells) for place in (0, 1))
+    return [
+        f"{('  ' if place else '') + where:<{first}}  {forward:<{second}}  {backward}".rstrip()
+        for place, (where, forward, backward) in enumerate(cells)
+    ]

@@ -1,0 +1,87 @@
+"""Numbers and layouts as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from autotp.placement import Deal, Shard
+
+__all__ = ["bytes_words", "count", "deal_words", "parts_words", "shard_words"]
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> count(1, "rule"), count(3, "rule")
+    ('1 rule', '3 rules')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def bytes_words(nbytes: int) -> str:
+    """A size with three digits or so.
+
+    >>> bytes_words(131072), bytes_words(900), bytes_words(45_409_152)
+    ('128.0 KiB', '900 B', '43.3 MiB')
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size, unit = float(nbytes), "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 999.95:
+            break
+    return f"{size:,.1f} {unit}"
+
+
+def parts_words(parts: Sequence[int]) -> str:
+    """What each rank gets, in rank order, runs of equal parts taken together.
+
+    >>> parts_words([4, 4, 4, 4]), parts_words([2, 1]), parts_words([3, 2, 2, 2, 2])
+    ('4 each', '2 + 1', '3 + 4 x 2')
+    """
+    if len(parts) > 2 and len(set(parts)) == 1:
+        return f"{parts[0]} each"
+    runs = [(value, len(list(run))) for value, run in groupby(parts)]
+    if len(parts) < 4:
+        runs = [(value, 1) for value in parts]
+    return " + ".join(str(value) if times == 1 else f"{times} x {value}" for value, times in runs)
+
+
+def deal_words(dealt: Deal, size: int, noun: str) -> str:
+    """How one piece of `size` elements is dealt, in declared units; `noun` names them in the plural.
+
+    >>> from autotp.placement import deal
+    >>> deal_words(deal(12, 2), 384, "heads")
+    '12 heads -> 6 + 6'
+    """
+    units = dealt.declared or dealt.units
+    parts = [(stop - start) * units // dealt.units for start, stop in dealt.ranges]
+    alike = _sharers(dealt.ranges)
+    text = f"{units} {noun if units != 1 else noun.removesuffix('s')} -> {parts_words(parts)}"
+    return text if alike == 1 else f"{text}, each shared by {alike} ranks"
+
+
+def _sharers(ranges: Iterable[tuple[int, int]]) -> int:
+    """The largest number of ranks that hold the same units."""
+    held = list(ranges)
+    return max(held.count(one) for one in held)
+
+
+def shard_words(shard: Shard, size: int, noun: str) -> str:
+    """How a dim of `size` elements is cut.
+
+    >>> from autotp.placement import deal
+    >>> shard_words(Shard(0, deal(3, 2)), 48, "heads")
+    '3 heads -> 2 + 1'
+    >>> shard_words(Shard(0, deal(64, 2), groups=2), 128, "features")
+    '2 sections of 64 features -> 32 + 32'
+    """
+    if shard.sections is None:
+        assert shard.deal is not None, "a Shard has a deal or sections"
+        words = deal_words(shard.deal, size // shard.groups, noun)
+        return words if shard.groups == 1 else f"{shard.groups} sections of {words}"
+    lengths = "+".join(f"{length}" + ("" if dealt else " whole") for length, dealt in shard.sections)
+    parts = [shard.local_size(size, rank) for rank in range(shard.tp)]
+    return f"sections {lengths} -> {parts_words(parts)}"
