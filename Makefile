@@ -13,7 +13,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 .DELETE_ON_ERROR:
 
 demo: $(READY)
-	$(RUN) demo/demo.py
+	$(RUN) -m demo
 
 test: $(READY)
 	$(RUN) -m pytest -q
