@@ -199,5 +199,6 @@ def verdict(analysis: Analysis) -> str:
     warned = count(others, "warning")
     if wrong:
         return f"refused: {count(wrong, 'error')}" + (f", {warned}" if others else "")
-    proof = "layouts are proven" if analysis.certainty == LAYOUTS else "layouts are not proven"
-    return f"ok: {proof}" + (f", {warned}" if others else "")
+    proven = "ok: layouts are proven"
+    line = proven if analysis.certainty == LAYOUTS else "ok by names and shapes: layouts are not proven"
+    return line + (f"; {warned}" if others else "")

@@ -25,7 +25,7 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
     for finding in analysis.diagnostics:
         lines += ["", one_finding(finding, colour=colour)]
     closing = verdict(analysis)
-    return "\n".join([*lines, "", paint(closing, closing.partition(":")[0], colour)])
+    return "\n".join([*lines, "", paint(closing, closing.partition(" ")[0].rstrip(":"), colour)])
 
 
 def findings(diagnostics: tuple[Diagnostic, ...], *, colour: bool = False) -> str:

@@ -1,0 +1,65 @@
+"""`autotp plan`: the dry run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from autotp.cli.console import FINDINGS, FINE, Format, colourful, guarded, report_findings, write
+from autotp.cli.target import TARGET, analyze_target
+from autotp.diagnostic import PlanError
+
+__all__ = ["command"]
+
+
+@guarded
+def command(
+    target: Annotated[str, typer.Argument(help=TARGET, show_default=False)],
+    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Number of ranks.", show_default=False)],
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="PLAN",
+            help="A plan file or a shipped plan. Default: the shipped plan of the model_type.",
+            show_default=False,
+        ),
+    ] = None,
+    prove: Annotated[
+        bool,
+        typer.Option("--prove", help="Prove the layouts of a checkpoint on its traced graph. Imports torch."),
+    ] = False,
+    format: Annotated[Format, typer.Option("--format", help="Form of the report.")] = Format.text,
+) -> int:
+    """Show what a plan does to a model: layouts, collectives and bytes a rank. Nothing is changed.
+
+    A checkpoint is read by its headers, in a moment and without torch; names and shapes are then all
+    that is certain. Of a factory, and with --prove, the layouts are proven on the traced graph.
+
+    \b
+    Examples:
+      autotp plan ./Llama-3.1-8B --tp 8
+      autotp plan ./my-model --plan my-plan.yaml --tp 4 --prove
+      autotp plan my_package.models:make_mlp --plan mlp.yaml --tp 2
+      autotp plan ./my-model --tp 2 --format json > report.json
+
+    Exit code: 0 fine, 1 the plan is refused or shards next to nothing, 2 usage or unreadable files.
+    """
+    try:
+        analysis = analyze_target(target, plan=plan, tp=tp, prove=prove)
+    except PlanError as refused:
+        return report_findings(refused.diagnostics, format)
+    if format is Format.json:
+        write(analysis.to_json())
+    elif format is Format.html:
+        write(analysis.to_html())
+    else:
+        from autotp.report.text import render
+
+        write(render(analysis, colour=colourful(sys.stdout)))
+    from autotp.cost import LOW
+
+    little = any(finding.code == LOW for finding in analysis.diagnostics)
+    return FINE if analysis.ok and not little else FINDINGS

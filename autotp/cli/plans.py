@@ -1,0 +1,47 @@
+"""`autotp plans`: the plans that autotp ships, and the form of a plan file."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from autotp.cli.console import FINE, guarded, write
+from autotp.diagnostic import UsageError
+
+__all__ = ["command"]
+
+
+@guarded
+def command(
+    name: Annotated[str | None, typer.Argument(help="Print this shipped plan.", show_default=False)] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a plan file.")] = False,
+) -> int:
+    """List the shipped plans, or print one of them, to copy and change.
+
+    \b
+    Examples:
+      autotp plans
+      autotp plans llama > my-plan.yaml
+      autotp plans --schema > plan.schema.json
+    """
+    from autotp.plan import Plan
+    from autotp.report.words import count
+    from autotp.shipped import plans_folder
+
+    if schema and name is not None:
+        raise UsageError("--schema describes every plan: leave out the name")
+    if schema:
+        write(json.dumps(Plan.model_json_schema(), indent=2))
+        return FINE
+    files = {path.stem: path for path in sorted(plans_folder().glob("*.yaml"))}
+    if name is None:
+        width = max(map(len, files), default=0)
+        for stem, path in files.items():
+            write(f"{stem.ljust(width)}  {count(len(Plan.load(path).rules), 'rule')}")
+    elif name in files:
+        write(files[name].read_text(encoding="utf-8"))
+    else:
+        raise UsageError(f"no plan {name!r} is shipped\n  = help: shipped are {', '.join(files)}")
+    return FINE

@@ -1,0 +1,42 @@
+"""Findings alone, for a plan that could not be matched at all: text, JSON, HTML."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+
+from autotp.diagnostic import Diagnostic, errors
+from autotp.report.json import FORM, diagnostic_data
+from autotp.report.text import one_finding, paint
+from autotp.report.words import count
+
+__all__ = ["as_html", "as_json", "as_text", "closing"]
+
+
+def closing(diagnostics: Sequence[Diagnostic]) -> str:
+    """How many findings there are: "refused: 2 errors, 1 warning", or "ok"."""
+    wrong = len(errors(diagnostics))
+    warned = count(len(diagnostics) - wrong, "warning") if len(diagnostics) > wrong else ""
+    if wrong:
+        return ", ".join(filter(None, (f"refused: {count(wrong, 'error')}", warned)))
+    return f"ok: {warned}" if warned else "ok"
+
+
+def as_text(diagnostics: Sequence[Diagnostic], *, colour: bool = False) -> str:
+    """Each finding, a blank line between two, and the closing line."""
+    last = closing(diagnostics)
+    texts = [one_finding(finding, colour=colour) for finding in diagnostics]
+    return "\n\n".join([*texts, paint(last, last.partition(" ")[0].rstrip(":"), colour)])
+
+
+def as_json(diagnostics: Sequence[Diagnostic]) -> str:
+    """The keys of a report that need no match: report, ok, diagnostics."""
+    found = [diagnostic_data(finding) for finding in diagnostics]
+    return json.dumps({"report": FORM, "ok": not errors(diagnostics), "diagnostics": found}, indent=2)
+
+
+def as_html(diagnostics: Sequence[Diagnostic]) -> str:
+    """One page with the findings."""
+    body = "\n".join(f"<pre>{escape(finding.render())}</pre>" for finding in diagnostics)
+    return f'<!doctype html>\n<meta charset="utf-8">\n<title>autotp</title>\n{body}\n<p>{closing(diagnostics)}</p>'
