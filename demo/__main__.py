@@ -93,7 +93,7 @@ def main() -> int:
         run("convert", model, shards, "--tp", str(TP))
 
         print(f"\n3. Start {TP} ranks, each loads its shard and embeds {len(SENTENCES)} sentences.")
-        options = ("--nproc-per-node", str(TP), "--master-addr", "127.0.0.1", "--master-port", "0")
+        options = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(TP))
         run(*options, "-m", "demo.rank", shards, model, result, module="torch.distributed.run")
 
         print("\n4. Compare with the unsharded model.")

@@ -1,0 +1,1 @@
+"""What autotp costs, measured. `make bench` runs them all."""

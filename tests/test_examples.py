@@ -1,0 +1,56 @@
+"""Every example runs, in less than half a minute, and says what it promises."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr",
+    "127.0.0.1",
+    "--nproc-per-node",
+    "2",
+)
+
+
+def run(*command):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - started < 30
+    return done.stdout
+
+
+def test_every_example_is_tested():
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == ["01_mlp.py", "02_minilm.py"]
+
+
+@pytest.mark.slow
+def test_mlp():
+    output = run("examples/01_mlp.py")
+    assert "fc1" in output
+    assert "softmax" in output and "01_mlp.py:" in output  # the refusal names the line of the model
+    assert "outputs differ by" in output
+
+
+@pytest.mark.slow
+def test_mlp_on_two_ranks():
+    output = run(*TORCHRUN, "examples/01_mlp.py")
+    assert output.count("fc1.weight (128, 64), difference") == 2
+
+
+@pytest.mark.slow
+def test_minilm():
+    output = run("examples/02_minilm.py")
+    assert "tp=2: outputs differ by" in output
+    assert "tp=5: outputs differ by" in output
