@@ -1,0 +1,13 @@
+"""Communication between the ranks of one tensor-parallel group: one seam, three ways to be a rank.
+
+- `group_of(mesh)` wraps a torch process group (or is a group of one without torch.distributed)
+- `simulate(tp, function)` runs every rank in this process, a thread each
+
+Everything above this package (mappings, layers, shard, verify) sees only the `Group` protocol.
+"""
+
+from autotp.comm.group import Group, GroupOfOne
+from autotp.comm.process_group import ProcessGroupGroup, group_of
+from autotp.comm.simulated import SimulatedGroup, simulate
+
+__all__ = ["Group", "GroupOfOne", "ProcessGroupGroup", "SimulatedGroup", "group_of", "simulate"]

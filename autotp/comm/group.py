@@ -1,0 +1,94 @@
+"""What a rank can ask of its group. Collectives are out of place and return contiguous tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["EXCHANGE_TIMEOUT", "Group", "GroupOfOne"]
+
+T = TypeVar("T")
+EXCHANGE_TIMEOUT = 60.0
+"""Seconds that `exchange` waits for the other ranks of the group."""
+
+
+@runtime_checkable
+class Group(Protocol):
+    """One rank's view of a tensor-parallel group.
+
+    Every rank calls the same methods in the same order. Inputs are never written to, whatever their
+    strides; results are new and contiguous. A deepcopy is the same object, a pickle finds its group
+    again within the same job.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 … size - 1."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`; all have the same shape."""
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Every rank's `x`, concatenated on `dim` in rank order.
+
+        `sizes[r]` is rank r's size of `dim`; the sizes are known beforehand and may differ.
+        """
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's block of the sum of every rank's `x`; block r has `sizes[r]` of `dim`."""
+
+    def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
+        """Every rank's `obj` (any picklable object), in rank order, within `timeout` seconds.
+
+        A rank that has failed passes its exception: it is raised on that rank, and a `UsageError`
+        that names it on all others. Ranks that call with another group raise `UsageError` as well.
+        """
+
+
+class GroupOfOne:
+    """The group of a process that shares its work with nobody.
+
+    >>> group = GroupOfOne()
+    >>> group.rank, group.size, group.exchange("plan")
+    (0, 1, ['plan'])
+    """
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """A contiguous copy of `x`."""
+        return contiguous_copy(x)
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """A contiguous copy of `x`."""
+        return contiguous_copy(x)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """A contiguous copy of `x`."""
+        return contiguous_copy(x)
+
+    def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
+        """`[obj]`; an exception is raised."""
+        if isinstance(obj, BaseException):
+            raise obj
+        return [obj]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupOfOne:
+        return self
+
+    def __repr__(self) -> str:
+        return "GroupOfOne()"
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    """A new tensor with the values of `x`, contiguous, whatever strides `x` has."""
+    import torch
+
+    return x.clone(memory_format=torch.contiguous_format)

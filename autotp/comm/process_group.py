@@ -1,0 +1,194 @@
+"""The ranks of a torch process group, one process each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.comm.exchange import exchange_through
+from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, contiguous_copy
+from autotp.diagnostic import UsageError
+
+__all__ = ["ProcessGroupGroup", "group_of"]
+
+T = TypeVar("T")
+# torch 2.13 renamed these two
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
+_reduced_wide = {torch.int16: torch.int32}
+
+
+class ProcessGroupGroup:
+    """A `Group` over a torch process group. Made by `group_of`."""
+
+    def __init__(self, process_group: dist.ProcessGroup, *, everyone: Sequence[int]) -> None:
+        self.process_group = process_group
+        self.members = tuple(dist.get_process_group_ranks(process_group))
+        self.everyone = tuple(everyone)
+        self.rank = dist.get_rank(process_group)
+        self.size = len(self.members)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks: a new tensor."""
+        total = contiguous_copy(x)
+        if x.numel() == 0:
+            return total
+        if x.dtype in _reduced_wide:  # gloo knows no 16-bit integers
+            wide = total.to(_reduced_wide[x.dtype])
+            dist.all_reduce(wide, group=self.process_group)
+            return wide.to(x.dtype)
+        dist.all_reduce(total, group=self.process_group)
+        return total
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The ranks' tensors concatenated on `dim`.
+
+        Uneven parts are padded to the largest and narrowed: gloo's own uneven all_gather raises, and
+        the functional one ends the process.
+        """
+        if x.dtype in _moved_as_bytes:
+            return self._gather_bytes(x, dim, sizes)
+        largest = max(sizes)
+        front = x.movedim(dim, 0)  # (local, ...)
+        if front.shape[0] < largest:
+            padded = front.new_zeros((largest, *front.shape[1:]))
+            padded[: front.shape[0]] = front
+        else:
+            padded = front.contiguous()
+        every = padded.new_empty((self.size * largest, *padded.shape[1:]))
+        if every.numel() > 0:
+            _all_gather(every, padded, group=self.process_group)
+        if any(size != largest for size in sizes):
+            every = torch.cat([every.narrow(0, r * largest, size) for r, size in enumerate(sizes)])
+        return every.movedim(0, dim).contiguous()
+
+    def _gather_bytes(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The same for a dtype that the backend cannot move: as bytes, with a last dim for them."""
+        width = x.element_size()
+        octets = x.contiguous().unsqueeze(-1).view(torch.uint8)  # (..., width)
+        assert octets.shape[-1] == width
+        every = self.all_gather(octets, dim if dim >= 0 else dim - 1, sizes)
+        return every.view(x.dtype).squeeze(-1)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's block of the sum; uneven blocks are padded to the largest and narrowed."""
+        largest = max(sizes)
+        blocks = []
+        for block in x.movedim(dim, 0).split(list(sizes)):
+            blocks.append(block)
+            if block.shape[0] < largest:
+                blocks.append(block.new_zeros((largest - block.shape[0], *block.shape[1:])))
+        padded = torch.cat(blocks).contiguous()  # (size * largest, ...)
+        mine = padded.new_empty((largest, *padded.shape[1:]))
+        if mine.numel() > 0:
+            _reduce_scatter(mine, padded, group=self.process_group)
+        return mine[: sizes[self.rank]].movedim(0, dim).contiguous()
+
+    def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
+        """Every rank's `obj`, through the job's store, so that a rank that disagrees hangs nobody."""
+        world = dist.group.WORLD
+        assert world is not None
+        return exchange_through(
+            world.get_group_store(),
+            obj,
+            rank=dist.get_rank(),
+            members=self.members,
+            everyone=self.everyone,
+            timeout=timeout,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroupGroup:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Group], tuple[str, tuple[int, ...], int]]:
+        return _found_again, (self.process_group.group_name, self.members, self.rank)
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupGroup(rank={self.rank}, size={self.size}, ranks={list(self.members)})"
+
+
+_moved_as_bytes = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:
+    """The group of a pickled `ProcessGroupGroup`, in the same or a restarted process of its rank."""
+    if not dist.is_initialized():
+        raise UsageError(
+            f"this object was pickled on rank {rank} of a group of {len(members)} ranks: initialise "
+            "torch.distributed before it is loaded"
+        )
+    same = [known for known in _known.values() if known.members == members]
+    group = next((known for known in same if known.process_group.group_name == name), *same[:1] or [None])
+    if group is None and members == tuple(range(dist.get_world_size())):
+        group = _wrapped(dist.group.WORLD, members)
+    if group is None:
+        raise UsageError(
+            f"this object was pickled in a group of the ranks {list(members)}, which this process has not "
+            "made: call autotp.comm.group_of(mesh) before it is loaded"
+        )
+    if group.rank != rank:
+        raise UsageError(f"this object was pickled on rank {rank} and is loaded on rank {group.rank}")
+    return group
+
+
+def _wrapped(process_group: Any, everyone: tuple[int, ...] | None) -> ProcessGroupGroup:
+    """The one `ProcessGroupGroup` of a process group; `everyone` are the ranks that make the same calls."""
+    if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
+        raise UsageError(f"rank {dist.get_rank()} is not in the group that it was given")
+    if everyone is None:
+        everyone = tuple(dist.get_process_group_ranks(process_group))
+    name = process_group.group_name
+    known = _known.get((name, everyone))
+    if known is None or known.process_group is not process_group:
+        if process_group is dist.group.WORLD:  # a new job in this process: its groups are new as well
+            _known.clear()
+        known = _known[name, everyone] = ProcessGroupGroup(process_group, everyone=everyone)
+    return known
+
+
+def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | None = None) -> Group:
+    """The tensor-parallel group that `mesh` means for this rank.
+
+    A 1-D DeviceMesh, or the axis named "tp" of a larger one; a process group; a `Group` as it is;
+    None: the default process group, or a group of one when torch.distributed is not initialised.
+    With a mesh or None, all ranks of the job are taken to make the same calls, so that ranks with
+    different meshes find out; a part of the job that works on its own passes its process group.
+
+    Raises UsageError for a larger mesh without an axis "tp", and for a rank outside the group.
+
+    >>> group_of(None).size
+    1
+    """
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        if mesh.ndim > 1 and "tp" not in names:
+            axes = ", ".join(map(repr, names)) if names else "no names"
+            raise UsageError(
+                f"a DeviceMesh with {mesh.ndim} axes ({axes}) has none named 'tp': name the axis in "
+                "init_device_mesh(…, mesh_dim_names=…), or pass the 1-D mesh of the axis"
+            )
+        if mesh.get_coordinate() is None:
+            raise UsageError(
+                f"rank {dist.get_rank()} is not in the mesh, which has ranks {mesh.mesh.flatten().tolist()}"
+            )
+        process_group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+        return _wrapped(process_group, tuple(range(dist.get_world_size())))
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return GroupOfOne()
+        return _wrapped(dist.group.WORLD, tuple(range(dist.get_world_size())))
+    if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        return _wrapped(mesh, None)
+    if isinstance(mesh, Group):
+        return mesh
+    raise UsageError(
+        f"a mesh is a DeviceMesh, a ProcessGroup, a Group or None, not {type(mesh).__name__} ({mesh!r})"
+    )

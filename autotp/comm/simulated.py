@@ -1,0 +1,315 @@
+"""All ranks in one process: a thread a rank, and one baton that lets one of them run at a time.
+
+A rank runs until its next collective, hands the baton on, and goes on when every rank of the group has
+arrived. What is global in a process but belongs to a rank (random states, default dtype) changes hands
+with the baton; what is local to a thread (grad mode, autocast, default device) is set as the caller
+has it. Backward runs in the rank's own thread, so its collectives are like any other.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch import Tensor
+
+from autotp.comm.group import EXCHANGE_TIMEOUT
+from autotp.diagnostic import UsageError
+
+__all__ = ["SimulatedGroup", "simulate"]
+
+T = TypeVar("T")
+_here = threading.local()  # .seat: the (room, rank) that this thread runs as
+
+
+class _Stopped(BaseException):
+    """Raised in the ranks that are left when one has failed; not an Exception, so that nobody keeps it."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A rank's part of a collective: what must agree (`kind`, `terms`), and what it brings."""
+
+    kind: str
+    terms: tuple[Any, ...]
+    value: Any
+    combine: Callable[[list[Any]], list[Any]]
+
+    def __str__(self) -> str:
+        if not isinstance(self.value, Tensor):
+            return self.kind
+        detail = "".join(f", {term}" for term in self.terms[2:])
+        return f"{self.kind}({str(self.value.dtype).removeprefix('torch.')}{list(self.value.shape)}{detail})"
+
+
+class _Room:
+    """What the ranks of one simulation share. Only the rank that holds the baton touches it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.turns = [threading.Semaphore(0) for _ in range(size)]
+        self.globals: list[tuple[Any, ...]] = [_read_globals()] * size
+        self.calls: list[_Call | None] = [None] * size
+        self.results: list[Any] = [None] * size
+        self.running = [True] * size
+        self.failure: tuple[int, BaseException] | None = None
+
+    def meet(self, rank: int, call: _Call) -> Any:
+        """Bring a call, let the others arrive, and take the result."""
+        if self.failure is not None:
+            raise _Stopped
+        self.calls[rank] = call
+        if not all(self.running):
+            left = self.running.index(False)
+            raise UsageError(f"rank {rank} waits in {call}, but rank {left} has returned without that call")
+        if all(other is not None for other in self.calls):
+            calls = [other for other in self.calls if other is not None]
+            if any((other.kind, other.terms) != (call.kind, call.terms) for other in calls):
+                listed = "; ".join(f"rank {r}: {other}" for r, other in enumerate(calls))
+                raise UsageError(f"the ranks do not make the same collective call: {listed}")
+            self.results = call.combine([other.value for other in calls])
+            self.calls = [None] * self.size
+        else:
+            self.globals[rank] = _read_globals()
+            self.pass_baton(rank)
+            self.wait(rank)
+        result, self.results[rank] = self.results[rank], None
+        return result
+
+    def wait(self, rank: int) -> None:
+        """Until the baton comes."""
+        self.turns[rank].acquire()
+        if self.failure is not None:
+            raise _Stopped
+        _write_globals(self.globals[rank])
+
+    def pass_baton(self, rank: int) -> None:
+        """To the next rank that can run."""
+        for step in range(1, self.size + 1):
+            other = (rank + step) % self.size
+            if self.running[other] and self.calls[other] is None:
+                self.turns[other].release()
+                return
+
+    def leave(self, rank: int) -> None:
+        """The rank has returned: pass the baton, or say that the others wait in vain."""
+        self.running[rank] = False
+        waiting = [other for other in range(self.size) if self.calls[other] is not None]
+        if waiting:
+            raise UsageError(
+                f"rank {waiting[0]} waits in {self.calls[waiting[0]]}, "
+                f"but rank {rank} has returned without that call"
+            )
+        self.pass_baton(rank)
+
+    def stop(self, rank: int, error: BaseException) -> None:
+        """End all ranks because of one rank's exception."""
+        if self.failure is None:
+            self.failure = (rank, error)
+        for turn in self.turns:
+            turn.release()
+
+
+class SimulatedGroup:
+    """A `Group` of ranks that run in this process. Made by `simulate`.
+
+    It belongs to its rank, not to one call of `simulate`: a module that was sharded in one simulation
+    runs in the next.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def _meet(self, call: _Call) -> Any:
+        room, rank = getattr(_here, "seat", (None, None))
+        if room is None:
+            raise UsageError(
+                f"simulated rank {self.rank} of {self.size} calls {call} outside of a simulation: "
+                "run it in autotp.comm.simulate"
+            )
+        if (rank, room.size) != (self.rank, self.size):
+            raise UsageError(
+                f"simulated rank {rank} of {room.size} uses the group of rank {self.rank} of {self.size}"
+            )
+        return room.meet(rank, call)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, added in rank order: a new tensor."""
+        terms = (x.dtype, tuple(x.shape))
+        total: Tensor = self._meet(_Call("all_reduce", terms, x.detach(), _sums))
+        return total
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """The ranks' tensors concatenated on `dim`."""
+        dim = dim % x.ndim
+        if x.shape[dim] != sizes[self.rank]:
+            raise UsageError(
+                f"all_gather on dim {dim}: rank {self.rank} brings {x.shape[dim]}, "
+                f"but its size is {sizes[self.rank]} of {list(sizes)}"
+            )
+        rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+
+        def combine(values: list[Tensor]) -> list[Tensor]:
+            return [torch.cat(values, dim) for _ in values]
+
+        terms = (x.dtype, rest, f"dim={dim}", f"sizes={list(sizes)}")
+        gathered: Tensor = self._meet(_Call("all_gather", terms, x.detach(), combine))
+        return gathered
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """This rank's block of the sum."""
+        dim = dim % x.ndim
+        if x.shape[dim] != sum(sizes):
+            raise UsageError(
+                f"reduce_scatter on dim {dim}: {x.shape[dim]} elements for blocks of {list(sizes)}"
+            )
+
+        def combine(values: list[Tensor]) -> list[Tensor]:
+            blocks = _sum(values).split(list(sizes), dim)
+            return [block.clone(memory_format=torch.contiguous_format) for block in blocks]
+
+        terms = (x.dtype, tuple(x.shape), f"dim={dim}", f"sizes={list(sizes)}")
+        block: Tensor = self._meet(_Call("reduce_scatter", terms, x.detach(), combine))
+        return block
+
+    def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
+        """Every rank's object; an exception ends the simulation and is raised by it."""
+        if isinstance(obj, BaseException):
+            raise obj
+        every: list[T] = self._meet(_Call("exchange", (), obj, lambda values: [list(values) for _ in values]))
+        return every
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedGroup:
+        return self
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup(rank={self.rank}, size={self.size})"
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    total = values[0].clone(memory_format=torch.contiguous_format)
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def _sums(values: list[Tensor]) -> list[Tensor]:
+    total = _sum(values)
+    return [total, *(total.clone() for _ in values[1:])]
+
+
+def _read_globals() -> tuple[Any, ...]:
+    """What is global in a process and belongs to a rank."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return (
+        torch.get_rng_state(),
+        cuda,
+        random.getstate(),
+        numpy.random.get_state(),
+        torch.get_default_dtype(),
+    )
+
+
+def _write_globals(state: tuple[Any, ...]) -> None:
+    torch_state, cuda, python_state, numpy_state, dtype = state
+    torch.set_rng_state(torch_state)
+    if cuda is not None:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def _as_the_caller(settings: dict[str, Any]) -> Iterator[None]:
+    """Set in this thread what torch keeps per thread."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(settings["inference"]))
+        stack.enter_context(torch.set_grad_enabled(settings["grad"]))
+        # backward of CUDA tensors too runs in this thread, or all ranks would wait in one thread
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        for device_type, (enabled, dtype) in settings["autocast"].items():
+            if enabled:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype))
+        if settings["device"] != torch.device("cpu"):
+            stack.enter_context(settings["device"])
+        yield
+
+
+def _settings() -> dict[str, Any]:
+    """What the caller's thread has set."""
+    return {
+        "inference": torch.is_inference_mode_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "device": torch.get_default_device(),
+        "autocast": {
+            device_type: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type in ("cpu", "cuda")
+        },
+    }
+
+
+def simulate(tp: int, function: Callable[[SimulatedGroup], T]) -> list[T]:
+    """Run `function(group)` as each of `tp` ranks in this process; the results in rank order.
+
+    Each rank has its own group, its own random states (all start as the caller's) and its own thread;
+    one runs at a time. An exception in one rank ends all and is raised here, with a note that names the
+    rank. Ranks that make different collective calls raise UsageError. The caller's random states and
+    default dtype are afterwards as before.
+
+    >>> simulate(3, lambda group: group.all_reduce(torch.tensor([float(group.rank)])).item())
+    [3.0, 3.0, 3.0]
+    """
+    if tp < 1:
+        raise UsageError(f"tp must be at least 1, not {tp}")
+    before = _read_globals()
+    settings = _settings()
+    room = _Room(tp)
+    results: list[Any] = [None] * tp
+
+    def live(rank: int) -> None:
+        _here.seat = (room, rank)
+        try:
+            room.wait(rank)
+            with _as_the_caller(settings):
+                results[rank] = function(SimulatedGroup(rank, tp))
+            room.globals[rank] = _read_globals()
+            room.leave(rank)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            room.stop(rank, error)
+
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(live, rank),
+            name=f"simulated rank {rank}",
+            daemon=True,
+        )
+        for rank in range(tp)
+    ]
+    for thread in threads:
+        thread.start()
+    room.turns[0].release()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt: let no thread go on
+        room.stop(0, error)
+        raise
+    finally:
+        _write_globals(before)
+    if room.failure is not None:
+        rank, error = room.failure
+        error.add_note(f"in simulated rank {rank} of {tp}")
+        raise error
+    return results
