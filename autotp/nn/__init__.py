@@ -1,0 +1,10 @@
+"""Parallel layers: subclasses of torch's own whose weights hold one rank's part.
+
+Complete on their own, for models that are written with them from the start, and the layers that
+`autotp.shard` puts in place of a model's own.
+"""
+
+from autotp.nn.embedding import VocabParallelEmbedding
+from autotp.nn.linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]

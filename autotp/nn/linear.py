@@ -1,0 +1,277 @@
+"""Linear layers whose weight is cut by output (column) or by input features (row).
+
+    column   x (..., in)    -> copy -> linear + bias -> y (..., out/tp)  [-> gather -> (..., out)]
+    row      x (..., in/tp) -> linear -> reduce -> + bias -> y (..., out)   [scatter first for a whole x]
+
+Weights are [out, in] as in nn.Linear. The layers of Megatron-LM (https://arxiv.org/abs/1909.08053) and
+FairScale's nn.model_parallel; unlike there, sizes need not divide by tp, and sections come back in their
+original order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autotp import mappings
+from autotp.comm import Group, group_of
+from autotp.diagnostic import UsageError
+from autotp.mappings import Mesh
+from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
+from autotp.placement import Shard
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+class _ParallelLinear(nn.Linear):
+    """What both have: a group, a cut of the weight, and the way to their first weights."""
+
+    group: Group
+    shard: Shard
+    init_method: InitMethod | None = None
+    master_weight: Tensor | None = None
+    layouts: dict[str, Shard]
+    """How each parameter is cut, by its name; a parameter that is not there is whole on every rank."""
+
+    def _build(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        *,
+        layouts: dict[str, Shard],
+        group: Group,
+        init_method: InitMethod,
+        keep_master_weight_for_test: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.group, self.shard, self.layouts = group, layouts["weight"], layouts
+        self.init_method = init_method
+        self.keep_master_weight_for_test = keep_master_weight_for_test
+        shape = self.shard.local_shape((out_features, in_features), group.rank)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            whole = "bias" not in layouts
+            self.bias = nn.Parameter(
+                torch.empty(out_features if whole else shape[0], device=device, dtype=dtype)
+            )
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the full master weight by `init_method`, alike on all ranks, and keep this rank's part."""
+        if self.init_method is None:
+            raise UsageError(f"{type(self).__name__}: a layer that was sharded has no init_method")
+        if self.weight.is_meta:
+            return
+        master = torch.empty(
+            (self.out_features, self.in_features), device=self.weight.device, dtype=self.weight.dtype
+        )
+        with torch.no_grad():
+            with drawn_alike(self.group, master.device):
+                self.init_method(master)
+            self.weight.copy_(own_part(master, self.shard, self.group.rank))
+            if self.bias is not None:
+                self.bias.zero_()
+        self.master_weight = master if self.keep_master_weight_for_test else None
+
+    def get_master_weight(self) -> Tensor:
+        """The full [out, in] weight in its original order, the same on all ranks; call it on all."""
+        return mappings.gather(self.weight.detach(), self.group, shard=self.shard)
+
+    @classmethod
+    def _adopt(cls, module: nn.Linear, *, layouts: dict[str, Shard], group: Mesh) -> None:
+        if type(module) is not nn.Linear:
+            raise UsageError(
+                f"{cls.__name__} takes the place of an nn.Linear, not of {type(module).__name__}"
+            )
+        module.__class__ = cls
+        assert isinstance(module, _ParallelLinear)
+        module.group, module.shard, module.layouts = group_of(group), layouts["weight"], layouts
+
+    def extra_repr(self) -> str:
+        """in_features and out_features are those of the whole layer."""
+        return f"{super().extra_repr()}, tp={self.group.size}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x Wᵀ + b with W and b cut by output features.
+
+    `in_features` and `out_features` are those of the whole layer; this rank holds `weight` [out/tp, in]
+    and `bias` [out/tp]. x (..., in) is the same on all ranks. With `gather_output` y is (..., out) on all
+    ranks, else (..., out/tp).
+
+    `stride` equal sections, or `sections` of these sizes, are each cut on their own: for fused q|k|v or
+    gate|up weights. `init_method` fills the full weight, biases start at zero. `group` is a DeviceMesh
+    (its axis "tp"), a process group, a `Group`, or None for the default.
+
+    Raises UsageError when the sizes, stride and sections do not go together.
+
+    >>> layer = ColumnParallelLinear(4, 6, gather_output=False)
+    >>> layer(torch.ones(2, 4)).shape
+    torch.Size([2, 6])
+    """
+
+    gather_output: bool
+    copy_input: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = True,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        sections: Sequence[int] | None = None,
+        keep_master_weight_for_test: bool = False,
+        group: Mesh = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        group = group_of(group)
+        shard = shard_of(
+            "ColumnParallelLinear",
+            "out_features",
+            0,
+            out_features,
+            group.size,
+            stride=stride,
+            sections=sections,
+        )
+        self._build(
+            in_features,
+            out_features,
+            bias,
+            layouts={"weight": shard, "bias": shard} if bias else {"weight": shard},
+            group=group,
+            init_method=init_method,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output, self.copy_input = gather_output, True
+
+    @classmethod
+    def adopt(
+        cls,
+        module: nn.Linear,
+        *,
+        shard: Shard,
+        group: Mesh,
+        gather_output: bool = False,
+        copy_input: bool = True,
+    ) -> None:
+        """Turn an nn.Linear into this class in place; hooks, identity and parameters stay.
+
+        `shard` cuts dim 0 of the weight, and the bias alike; the caller slices them. With
+        `copy_input=False` the input's gradient is summed elsewhere: a `copy` that several layers share.
+
+        Raises UsageError for a subclass of nn.Linear, whose forward might differ.
+        """
+        layouts = {"weight": shard} if module.bias is None else {"weight": shard, "bias": shard}
+        cls._adopt(module, layouts=layouts, group=group)
+        assert isinstance(module, ColumnParallelLinear)
+        module.gather_output, module.copy_input = gather_output, copy_input
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in) -> (..., out), or (..., out/tp) without `gather_output`."""
+        x = mappings.copy(input, self.group) if self.copy_input else input
+        y = F.linear(x, self.weight, self.bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
+        return mappings.gather(y, self.group, dim=-1, shard=self.shard) if self.gather_output else y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = x Wᵀ + b with W cut by input features; the bias is whole, and added once, after the sum.
+
+    This rank holds `weight` [out, in/tp] and `bias` [out]. With `input_is_parallel` x is this rank's part
+    (..., in/tp), else it is whole (..., in) and the same on all ranks. y is (..., out) on all ranks.
+    The other arguments are those of ColumnParallelLinear, with sections of the input features.
+
+    >>> layer = RowParallelLinear(6, 4)
+    >>> layer(torch.ones(2, 6)).shape
+    torch.Size([2, 4])
+    """
+
+    input_is_parallel: bool
+    reduce_output: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        stride: int = 1,
+        sections: Sequence[int] | None = None,
+        keep_master_weight_for_test: bool = False,
+        group: Mesh = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        group = group_of(group)
+        shard = shard_of(
+            "RowParallelLinear", "in_features", 1, in_features, group.size, stride=stride, sections=sections
+        )
+        self._build(
+            in_features,
+            out_features,
+            bias,
+            layouts={"weight": shard},
+            group=group,
+            init_method=init_method,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel, self.reduce_output = input_is_parallel, True
+
+    @classmethod
+    def adopt(
+        cls,
+        module: nn.Linear,
+        *,
+        shard: Shard,
+        group: Mesh,
+        input_is_parallel: bool = True,
+        reduce_output: bool = True,
+    ) -> None:
+        """Turn an nn.Linear into this class in place; hooks, identity and parameters stay.
+
+        `shard` cuts dim 1 of the weight; the caller slices it. With `reduce_output=False` the output
+        stays partial, with the bias in rank 0's part: for a reduce that stands after a sum of branches.
+
+        Raises UsageError for a subclass of nn.Linear, whose forward might differ.
+        """
+        cls._adopt(module, layouts={"weight": shard}, group=group)
+        assert isinstance(module, RowParallelLinear)
+        module.input_is_parallel, module.reduce_output = input_is_parallel, reduce_output
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
+        x = input
+        if not self.input_is_parallel:
+            x = mappings.scatter(x, self.group, dim=-1, shard=self.shard)
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        if x.shape[-1] != self.weight.shape[1]:
+            raise UsageError(
+                f"RowParallelLinear: the input has {x.shape[-1]} features, this rank's part of "
+                f"in_features={self.in_features} over tp={self.group.size} has {self.weight.shape[1]}"
+            )
+        y = F.linear(x, self.weight)  # (..., in/tp) x (out, in/tp) -> (..., out), partial
+        if not self.reduce_output:
+            return y if self.bias is None else y + mappings.share(self.bias, self.group).to(y.dtype)
+        y = mappings.reduce(y, self.group)
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -1,0 +1,144 @@
+"""Random numbers on several ranks: one common stream, and streams of each rank's own.
+
+A value that is the same on all ranks must be dropped out alike on all, a sharded value differently on
+each. The common stream is torch's global one, seeded alike on all ranks. A named stream has no state of
+its own: entering it draws one number from the common stream and seeds the generators with that number
+and the stream's seed. So whatever brings back torch's global state, activation checkpointing above all,
+brings back every stream, on CPU and CUDA, and the common stream stays equal on all ranks.
+
+The rank's seed is offset by 2718 + rank, as in Megatron-LM (tensor_parallel/random.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.comm import Group, group_of
+from autotp.diagnostic import UsageError
+from autotp.mappings import Mesh
+
+__all__ = ["Streams", "rank_stream", "synchronize", "use_rank_stream"]
+
+RANK_OFFSET = 2718
+SPREAD = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different in the low 32 bits
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw one number from the common stream, and run on it and `seed`; then go back to the common one."""
+    drawn = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
+    mixed = (drawn ^ (seed * SPREAD)) % 2**63
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+        torch.random.default_generator.manual_seed(mixed)
+        if on_cuda:
+            torch.cuda.manual_seed(mixed)
+        yield
+
+
+def rank_stream(group: Mesh = None) -> AbstractContextManager[None]:
+    """A context in which random numbers differ on each rank of `group`; the common stream stays common.
+
+    >>> from autotp.comm import simulate
+    >>> def draw(group):
+    ...     torch.manual_seed(1)
+    ...     with rank_stream(group):
+    ...         own = torch.rand(())
+    ...     return own, torch.rand(())
+    >>> (a, x), (b, y) = simulate(2, draw)
+    >>> bool(a == b), bool(x == y)
+    (False, True)
+    """
+    return _seeded(RANK_OFFSET + group_of(group).rank)
+
+
+class Streams:
+    """Named streams of random numbers, each with a seed of its own.
+
+    A name is added once. `fork(name)` runs on that stream and comes back to the common one.
+
+    >>> streams = Streams()
+    >>> streams.add("experts", 7)
+    >>> with streams.fork("experts"):
+    ...     mask = torch.rand(3) < 0.1
+    """
+
+    def __init__(self) -> None:
+        self._seeds: dict[str, int] = {}
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream. Raises UsageError for a name or a seed that another stream has."""
+        if name in self._seeds:
+            raise UsageError(f"the stream {name!r} is there already")
+        for other, used in self._seeds.items():
+            if used == seed:
+                raise UsageError(f"the seed {seed} of the stream {name!r} is that of the stream {other!r}")
+        self._seeds[name] = seed
+
+    def fork(self, name: str) -> AbstractContextManager[None]:
+        """A context that runs on the stream `name`. Raises UsageError for a name that was not added."""
+        if name not in self._seeds:
+            known = ", ".join(map(repr, self._seeds)) or "none"
+            raise UsageError(f"there is no stream {name!r}; there is: {known}")
+        return _seeded(self._seeds[name])
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self._seeds.clear()
+
+    @property
+    def states(self) -> dict[str, int]:
+        """The streams and their seeds, to be kept beside torch's own random state."""
+        return dict(self._seeds)
+
+    @states.setter
+    def states(self, states: dict[str, int]) -> None:
+        self._seeds = dict(states)
+
+
+class _OnRankStream:
+    """The two hooks that run a module's forward on the rank's stream; entered only while it trains."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.entered: list[AbstractContextManager[None] | None] = []
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        stream = rank_stream(self.group) if module.training else None
+        if stream is not None:
+            stream.__enter__()
+        self.entered.append(stream)
+
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        stream = self.entered.pop() if self.entered else None
+        if stream is not None:
+            stream.__exit__(None, None, None)
+
+
+def use_rank_stream(module: nn.Module, group: Mesh = None) -> None:
+    """Run `module`'s forward on the rank's own stream whenever it is in training mode.
+
+    For dropout and other random modules on sharded values. In evaluation nothing is drawn.
+    """
+    hooks = _OnRankStream(group_of(group))
+    module.register_forward_pre_hook(hooks.enter)
+    module.register_forward_hook(hooks.leave, always_call=True)
+
+
+def synchronize(group: Mesh = None) -> None:
+    """Make the common stream common: every rank of `group` takes rank 0's random states.
+
+    After it, sampling and the dropout of replicated values draw alike on all ranks.
+    """
+    group = group_of(group)
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state().tolist() if on_cuda else None
+    cpu_state, cuda_state = group.exchange((torch.get_rng_state().tolist(), cuda))[0]
+    torch.set_rng_state(torch.tensor(cpu_state, dtype=torch.uint8))
+    if on_cuda and cuda_state is not None:
+        torch.cuda.set_rng_state(torch.tensor(cuda_state, dtype=torch.uint8))
