@@ -1,0 +1,130 @@
+"""What each argument of an op must be on a rank, so that the rank's run equals its part of the whole run.
+
+A rank runs the same Python with smaller weights. Where the code reads sizes off live tensors it follows
+by itself; a constant (`view(b, s, 12, 32)` with 6 local heads) does not, and often raises nothing. So
+every argument that is no tensor has one right value on a rank: sizes and bounds on a sharded dim are the
+rank's own, everything else is what the unsharded run used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autotp.placement import Layout, Shard
+from autotp.propagate.call import normal_dim
+
+__all__ = ["Local", "expected", "local_shape"]
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, rank: int) -> tuple[int, ...]:
+    """The shape of a rank's part of a value."""
+    return layout.local_shape(shape, rank) if isinstance(layout, Shard) else shape
+
+
+@dataclass(frozen=True)
+class Local:
+    """One call as a rank must see it: `source` is its first tensor argument, `results` its local results."""
+
+    rank: int
+    arguments: Mapping[str, Any]
+    source: tuple[int, ...]
+    layout: Layout
+    results: tuple[tuple[int, ...], ...]
+
+    def sharded_dim(self) -> int | None:
+        """The dim of the source that is sharded, if the call's `dim` is that one."""
+        if not isinstance(self.layout, Shard):
+            return None
+        dim = normal_dim(self.arguments.get("dim") or 0, len(self.source))
+        return dim if dim == self.layout.dim else None
+
+
+def _sizes(local: Local, got: Any) -> list[int] | None:
+    """A view's sizes: the local shape, where -1 leaves a size open."""
+    shape = list(local.results[0])
+    if isinstance(got, list) and len(got) == len(shape):
+        return [g if g == -1 else n for g, n in zip(got, shape, strict=True)]
+    return shape
+
+
+def _inner_sizes(local: Local, got: Any) -> list[int] | None:
+    start = normal_dim(local.arguments["dim"], len(local.source))
+    shape = list(local.results[0][start : start + len(local.arguments["sizes"])])
+    return [g if g == -1 else n for g, n in zip(got, shape, strict=False)] if isinstance(got, list) else shape
+
+
+def _split_size(local: Local, got: Any) -> Any:
+    dim = local.sharded_dim()
+    if dim is None:
+        return local.arguments.get("split_size", local.arguments.get("split_sizes"))
+    sizes = [shape[dim] for shape in local.results]
+    return sizes if isinstance(got, list) else sizes[0]
+
+
+def _before(shard: Shard, size: int, edge: int, rank: int) -> int:
+    """How many local elements stand before the global position `edge`, a border between pieces."""
+    held, offset = 0, 0
+    for length, dealt in shard.pieces(size):
+        if offset + length <= edge:
+            low, high = (0, length) if dealt is None else dealt.bounds(length, rank)
+            held += high - low
+        offset += length
+    return held
+
+
+def _bound(name: str) -> Callable[[Local, Any], Any]:
+    """A slice's bound on the sharded dim: the local elements before it. Beyond the end is the end."""
+
+    def expect(local: Local, got: Any) -> Any:
+        dim = local.sharded_dim()
+        if dim is None:
+            return local.arguments.get(name)
+        assert isinstance(local.layout, Shard)
+        size = local.source[dim]
+        start, stop, _ = slice(local.arguments.get("start"), local.arguments.get("end"), 1).indices(size)
+        want = _before(local.layout, size, start if name == "start" else stop, local.rank)
+        here = local.layout.local_size(size, local.rank)
+        first, last, _ = slice(got if name == "start" else None, got if name == "end" else None, 1).indices(here)
+        return got if (first if name == "start" else last) == want else want
+
+    return expect
+
+
+def _narrow_start(local: Local, got: Any) -> Any:
+    dim = local.sharded_dim()
+    if dim is None:
+        return local.arguments.get("start")
+    assert isinstance(local.layout, Shard)
+    size = local.source[dim]
+    return _before(local.layout, size, local.arguments["start"] % size, local.rank)
+
+
+def _narrow_length(local: Local, got: Any) -> Any:
+    dim = local.sharded_dim()
+    return local.arguments.get("length") if dim is None else local.results[0][dim]
+
+
+EXPECTED: dict[tuple[str, str], Callable[[Local, Any], Any]] = {
+    **{(op, "size"): _sizes for op in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")},
+    ("reshape", "shape"): _sizes,
+    ("unflatten", "sizes"): _inner_sizes,
+    ("split", "split_size"): _split_size,
+    ("split", "split_sizes"): _split_size,
+    ("split_with_sizes", "split_sizes"): _split_size,
+    ("slice", "start"): _bound("start"),
+    ("slice", "end"): _bound("end"),
+    ("narrow", "start"): _narrow_start,
+    ("narrow", "length"): _narrow_length,
+}
+
+
+def expected(op: str, argument: str, local: Local, got: Any) -> Any:
+    """The right value on a rank of an argument that is no tensor, given what the rank's run passed (`got`).
+
+    Where several spellings mean the same (-1 in a view, a bound beyond the end), `got` itself comes back
+    if it is one of them.
+    """
+    rule = EXPECTED.get((op, argument))
+    return local.arguments.get(argument) if rule is None else rule(local, got)

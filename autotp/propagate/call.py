@@ -1,0 +1,125 @@
+"""What a layout rule sees of one recorded op call, and how it says no."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard, describe
+
+__all__ = ["Call", "Conflict", "Value", "needs_copy", "normal_dim"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor argument of a call: its global shape, its layout, whether a gradient flows to it here."""
+
+    node: fx.Node
+    shape: tuple[int, ...]
+    layout: Layout
+    grad: bool
+    name: str
+    origins: frozenset[str] = frozenset()
+    mask: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def shard(self) -> Shard | None:
+        """The layout, if it is a shard."""
+        return self.layout if isinstance(self.layout, Shard) else None
+
+    @property
+    def partial(self) -> bool:
+        """Whether the value waits to be summed."""
+        return isinstance(self.layout, Partial)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the value is the same on all ranks."""
+        return not self.partial and self.shard is None
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {describe(self.layout)}"
+
+
+class Conflict(Exception):
+    """A layout that an op cannot take. `blame` are the values that made it so; `help` the remedies."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        blame: tuple[Value, ...] = (),
+        notes: tuple[str, ...] = (),
+        help: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.blame = blame
+        self.notes = notes
+        self.help = help
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call: its name, its arguments by the schema's names, and the global shapes of its results."""
+
+    node: fx.Node
+    name: str
+    arguments: dict[str, Any]
+    results: tuple[tuple[int, ...], ...]
+    values: tuple[Value, ...]
+
+    def __getitem__(self, argument: str) -> Any:
+        return self.arguments.get(argument)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first result."""
+        return self.results[0]
+
+    def sharded(self) -> Iterator[Value]:
+        """The arguments that are shards."""
+        return (v for v in self.values if v.shard is not None)
+
+    def same_everywhere(self) -> Layout | None:
+        """The result's layout when no argument is a shard or partial: all the same in, the same out."""
+        if any(not v.whole for v in self.values):
+            return None
+        partial_gradients = [v for v in self.values if v.grad and v.layout == REPLICATE]
+        if not partial_gradients:
+            return INVARIANT
+        for value in self.values:
+            if value.grad and value.layout == INVARIANT:
+                raise needs_copy(self, value, partial_gradients[0])
+        return REPLICATE
+
+    def linear(self) -> Layout | None:
+        """PARTIAL when the only argument that is not the same everywhere is partial, for linear ops."""
+        return PARTIAL if any(v.partial for v in self.values) else None
+
+
+def needs_copy(call: Call, value: Value, shard: Value) -> Conflict:
+    """A value whose gradient is whole meets one whose gradient is not: the gradient would be a part."""
+    what = "the parameter" if value.node.op == "get_attr" else "the value"
+    return Conflict(
+        "AT305",
+        f"{call.name}: {what} {value.name} is the same on every rank and meets a shard: "
+        "its gradient on each rank would be a part of the whole",
+        blame=(shard,),
+        notes=(f"{value.name}: {list(value.shape)} replicate", f"{shard}"),
+    )
+
+
+def normal_dim(dim: int, rank: int) -> int:
+    """The dim counted from the front."""
+    return dim % max(rank, 1)

@@ -1,0 +1,189 @@
+"""From a conflict in the graph to a finding for people: the plan's line, the model's line, the remedy.
+
+The same conflict in every layer of a stack is one finding that says in how many places it stands.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable
+
+from torch import fx
+
+from autotp.diagnostic import Diagnostic
+from autotp.match import Matches, Placed
+from autotp.propagate.call import Value
+from autotp.propagate.engine import Finding, Propagation, op_name
+from autotp.rule import Rule
+
+__all__ = ["diagnose", "rule_line"]
+
+
+def rule_line(pattern: str, rule: Rule, **changes: object) -> str:
+    """A rule as the plan file has it, with some options changed.
+
+    >>> rule_line("fc1", Rule(style="column"), gather_output=True)
+    'fc1: {style: column, gather_output: true}'
+    """
+    options = {k: v for k, v in rule.model_dump().items() if v not in (None, False)} | changes
+    if set(options) == {"style"}:
+        return f"{pattern}: {options['style']}"
+    return f"{pattern}: {{{', '.join(f'{k}: {_word(v)}' for k, v in options.items())}}}"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_word, value))}]"
+    return str(value)
+
+
+def diagnose(propagation: Propagation) -> list[Diagnostic]:
+    """One diagnostic for each first cause; the same cause in other layers is counted in a note."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in propagation.findings:
+        key = (
+            finding.conflict.code,
+            _collapsed(finding.node.meta.get("module") or ""),
+            _collapsed(finding.conflict.message),
+            str(finding.node.meta.get("source")),
+        )
+        groups.setdefault(key, []).append(finding)
+    return [_diagnostic(found[0], propagation, len(found) - 1) for found in groups.values()]
+
+
+def _collapsed(text: str) -> str:
+    return re.sub(r"\b\d+\b", "*", text)
+
+
+def _diagnostic(finding: Finding, propagation: Propagation, others: int) -> Diagnostic:
+    matches, conflict = propagation.matches, finding.conflict
+    placed = [p for o in finding.origins if (p := matches.placed.get(o)) is not None]
+    module = finding.node.meta.get("module") or None
+    own = matches.placed.get(module or "")
+    if own is not None and own not in placed:
+        placed.append(own)
+    blamed = own if own is not None and conflict.code in ("AT302", "AT314") else (placed[0] if placed else None)
+    notes = list(conflict.notes)
+    if blamed is not None and blamed.span is None:
+        notes.append(f"the rule: {rule_line(blamed.pattern, blamed.rule)}")
+    if others:
+        notes.append(f"the same in {others} more place{'s' if others > 1 else ''} of the model")
+    return Diagnostic(
+        conflict.code,
+        conflict.message,
+        module=module,
+        plan=blamed.span if blamed is not None else None,
+        source=finding.node.meta.get("source"),
+        notes=tuple(notes),
+        help=(*conflict.help, *_remedies(finding, placed, own, propagation)),
+    )
+
+
+def _remedies(
+    finding: Finding, placed: list[Placed], own: Placed | None, propagation: Propagation
+) -> list[str]:
+    """The lines of the plan that would make it right, as the plan file has them."""
+    code = finding.conflict.code
+    columns = [p for p in placed if p.style == "column"]
+    gathers = [rule_line(p.pattern, p.rule, gather_output=True) for p in _once(columns)]
+    gathered = f"let every rank have the whole value: `{'`, `'.join(gathers)}`" if gathers else ""
+    help: list[str] = []
+    if code == "AT301":
+        name = _short(finding.node.meta["module"], propagation.matches)
+        help.append(f"let it read its own part on each rank: `{name}: row`")
+    elif code == "AT302" and own is not None:
+        if own.rule.split_input:
+            return [f"the input is split already: `{rule_line(own.pattern, own.rule, split_input=False)}`"]
+        help.append("shard the layer that makes its input with `column`")
+        help.append(
+            f"or let each rank take its part of the whole input: `{rule_line(own.pattern, own.rule, split_input=True)}`"
+        )
+        return help
+    elif code in ("AT306", "AT307") and placed:
+        missing = _whole_layers(finding, propagation)
+        like = columns[0] if columns else placed[0]
+        if missing and code == "AT306":
+            lines = [rule_line(_short(m, propagation.matches), like.rule) for m in missing]
+            help.append(f"shard what it meets, too: `{'`, `'.join(dict.fromkeys(lines))}`")
+        if code == "AT307" and len(columns) > 1:
+            help.append("deal the same number of units to each of them: the same `heads` in their rules")
+    elif code == "AT308" and placed:
+        help.append(f"say how many units are dealt: `{rule_line(placed[0].pattern, placed[0].rule, heads='N')}`, "
+                    "with N the number of heads")  # fmt: skip
+        help.append(f"or its layout, if it is a fusion of parts: `{rule_line(placed[0].pattern, placed[0].rule, sections='N')}`")
+        return help
+    elif code == "AT309" and placed:
+        sections = _sections(finding)
+        help.append(
+            f"a fused layer is cut part by part: `{rule_line(placed[0].pattern, placed[0].rule, sections=sections)}`"
+        )
+        return help
+    elif code == "AT314" and own is not None and gathered:
+        help.append(f"if it should follow {columns[0].path}, make it a row layer: `{own.pattern}: row`")
+    if gathered and code in ("AT301", "AT303", "AT304", "AT306", "AT310", "AT311", "AT314"):
+        help.append(("or " if help else "") + gathered)
+    return help
+
+
+def _once(placed: list[Placed]) -> list[Placed]:
+    return list({p.pattern: p for p in placed}.values())
+
+
+def _short(path: str, matches: Matches) -> str:
+    """The last names of a path, as a pattern: enough of them to be more than a number."""
+    parts = path.split(".")
+    keep = 1
+    while keep < len(parts) and parts[-keep].isdigit():
+        keep += 1
+    return ".".join("*" if p.isdigit() and keep > 1 and i else p for i, p in enumerate(parts[-keep:]))
+
+
+def _whole_layers(finding: Finding, propagation: Propagation) -> list[str]:
+    """The nearest layers that make the whole values that the op meets."""
+    found: list[str] = []
+    frontier = [n for n in finding.node.all_input_nodes if _is_whole(n, propagation)]
+    seen: set[fx.Node] = set()
+    while frontier:
+        node = frontier.pop(0)
+        if node in seen or not _is_whole(node, propagation):
+            continue
+        seen.add(node)
+        if node.op == "call_function" and node.target is not operator.getitem and op_name(node) in ("linear", "addmm"):
+            if node.meta["module"] not in propagation.matches.placed:
+                found.append(node.meta["module"])
+            continue
+        if node.op == "call_function":
+            frontier += node.all_input_nodes
+    return list(dict.fromkeys(found))[:4]
+
+
+def _is_whole(node: fx.Node, propagation: Propagation) -> bool:
+    from autotp.placement import Partial, Shard
+
+    return not any(isinstance(x, (Shard, Partial)) for x in propagation.layouts.get(node, []))
+
+
+def _sections(finding: Finding) -> object:
+    """The parts that a split or slice takes, as `sections` has them."""
+    node = finding.node
+    value: Iterable[Value] = finding.conflict.blame
+    cut = next((v for v in value if v.shard is not None), None)
+    if cut is None or cut.shard is None:
+        return "N"
+    size = cut.shape[cut.shard.dim]
+    vals = node.meta["val"]
+    if isinstance(vals, list) and all(v is not None for v in vals):
+        sizes = [v.shape[cut.shard.dim] for v in vals]
+        return len(sizes) if len(set(sizes)) == 1 else sizes
+    edges = {0, size}
+    for user in cut.node.users:
+        if user.op == "call_function" and op_name(user) == "slice" and len(user.args) > 2:
+            for edge in user.args[2:4]:
+                if isinstance(edge, int):
+                    edges.add(max(0, edge + size if edge < 0 else min(edge, size)))
+    ordered = sorted(edges)
+    sizes = [b - a for a, b in zip(ordered, ordered[1:], strict=False)]
+    return len(sizes) if len(set(sizes)) == 1 else sizes

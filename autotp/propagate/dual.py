@@ -1,0 +1,287 @@
+"""The dual trace: run the module once more as a rank, with the rank's local shapes, and compare.
+
+The op sequence must be the same, every result must have the shape that its layout predicts, every tensor
+argument must come from the same op, and every other argument must be what `arguments.expected` says. This
+finds what raises nothing: OPT's `view(b, -1, heads, head_dim)` with half the heads runs, and is wrong.
+It proves shapes and arguments, not sums: those are the layout rules' part.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autotp.match import Placed
+from autotp.placement import Shard
+from autotp.propagate.arguments import Local, expected, local_shape
+from autotp.propagate.call import Conflict
+from autotp.propagate.engine import Finding, Propagation, op_name
+from autotp.trace.recorder import Trace, TraceError, Val, record
+
+__all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
+
+_SILENT = frozenset("contiguous alias".split())  # ops that may or may not be there, by the strides
+
+
+def distinct_ranks(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Shard], tp: int) -> list[int]:
+    """One rank for each distinct vector of local shapes."""
+    seen: dict[tuple[Any, ...], int] = {}
+    for rank in range(tp):
+        key = tuple(cut.local_shape(shapes[name], rank) for name, cut in cuts.items())
+        seen.setdefault(key, rank)
+    return list(seen.values())
+
+
+def trace_rank(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    cuts: Mapping[str, Shard],
+    placed: Mapping[str, Placed],
+    aliases: Mapping[str, str],
+    rank: int,
+) -> Trace:
+    """Record the module as `rank` runs it; layers that gather or split do so at their border."""
+
+    def weight_cut(layer: Placed) -> Shard:
+        return next(cuts[aliases.get(n, n)] for n in layer.layouts if n.rpartition(".")[2] == "weight")
+
+    def before(path: str, inputs: tuple[Any, ...]) -> Any:
+        layer = placed.get(path)
+        if layer is None or not layer.rule.split_input or not inputs:
+            return None
+        whole = inputs[0]
+        held = weight_cut(layer).local_size(whole.shape[-1], rank)
+        return (whole.narrow(-1, 0, held).clone(), *inputs[1:])
+
+    def after(path: str, output: Any) -> Any:
+        layer = placed.get(path)
+        if layer is None or not layer.rule.gather_output or not isinstance(output, torch.Tensor):
+            return None
+        cut = weight_cut(layer)
+        weight = next(n for n in layer.layouts if n.rpartition(".")[2] == "weight")
+        size = shapes[aliases.get(weight, weight)][cut.dim]
+        return output.narrow(-1, 0, 1).expand(*output.shape[:-1], size).clone()
+
+    held = {name: cut.local_shape(shapes[name], rank) for name, cut in cuts.items()}
+    return record(module, args, kwargs, grad=grad, shapes=held, before=before, after=after)
+
+
+def compare(whole: Propagation, local: Trace, rank: int) -> Finding | None:
+    """The first op where a rank's run is not its part of the whole run."""
+    return _Comparison(whole, rank).run(local)
+
+
+class _Comparison:
+    def __init__(self, whole: Propagation, rank: int) -> None:
+        self.whole = whole
+        self.rank = rank
+        self.ids: dict[fx.Node, Any] = {}
+
+    def run(self, local: Trace) -> Finding | None:
+        wanted, got = self.whole.trace.ops(), local.ops()
+        for graph in (self.whole.trace.graph, local.graph):
+            self._number(graph)
+        i = j = 0
+        while i < len(wanted) and j < len(got):
+            if op_name(wanted[i]) != op_name(got[j]):
+                if op_name(wanted[i]) in _SILENT:
+                    self.ids[wanted[i]] = self.ids[wanted[i].all_input_nodes[0]]
+                    i += 1
+                    continue
+                if op_name(got[j]) in _SILENT:
+                    self.ids[got[j]] = self.ids[got[j].all_input_nodes[0]]
+                    j += 1
+                    continue
+                return self._other_op(wanted[i], got[j])
+            self.ids[wanted[i]] = self.ids[got[j]] = ("op", i)
+            finding = self._op(wanted[i], got[j])
+            if finding is not None:
+                return finding
+            i, j = i + 1, j + 1
+        if any(op_name(n) not in _SILENT for n in (*wanted[i:], *got[j:])):
+            node = wanted[i] if i < len(wanted) else got[j]
+            return self._finding(
+                node if i < len(wanted) else wanted[-1],
+                "AT315",
+                f"rank {self.rank} runs {len(got)} ops, the unsharded model {len(wanted)}: "
+                f"a rank's smaller sizes take another branch",
+                source=node,
+            )
+        return None
+
+    def _number(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.ids[node] = ("input", node.meta["name"])
+            elif node.op == "get_attr":
+                self.ids[node] = ("tensor", node.meta["name"])
+
+    def _id(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem:
+            return ("item", self._id(node.args[0]), node.args[1])  # type: ignore[arg-type]
+        return self.ids.get(node)
+
+    def _finding(
+        self, node: fx.Node, code: str, message: str, *notes: str, source: fx.Node | None = None, help: tuple[str, ...] = ()
+    ) -> Finding:
+        return Finding(source or node, Conflict(code, message, notes=notes, help=help), _origins(self.whole, node))
+
+    def _other_op(self, wanted: fx.Node, got: fx.Node) -> Finding:
+        return self._finding(
+            wanted,
+            "AT315",
+            f"the unsharded model runs {op_name(wanted)} here, rank {self.rank} runs {op_name(got)}: "
+            "a rank's smaller sizes take another branch",
+            source=got,
+        )
+
+    def _op(self, wanted: fx.Node, got: fx.Node) -> Finding | None:
+        layouts = self.whole.computed[wanted]
+        vals = wanted.meta["val"]
+        items: list[Val | None] = vals if isinstance(vals, list) else [vals]
+        results = tuple(
+            local_shape(val.shape, layout, self.rank) if val is not None else ()
+            for val, layout in zip(items, layouts, strict=True)
+        )
+        finding = self._arguments(wanted, got, results)
+        if finding is not None:
+            return finding
+        vals = got.meta["val"]
+        shapes = tuple(v.shape if v is not None else () for v in (vals if isinstance(vals, list) else [vals]))
+        if shapes != results:
+            return self._finding(
+                wanted,
+                "AT313",
+                f"{op_name(wanted)} gives {_shapes(shapes)} on rank {self.rank}, its part of the whole is {_shapes(results)}",
+                f"unsharded: {_shapes(tuple(v.shape for v in items if v is not None))}",
+                help=_CONSTANT,
+            )
+        return None
+
+    def _arguments(self, wanted: fx.Node, got: fx.Node, results: tuple[tuple[int, ...], ...]) -> Finding | None:
+        ours, theirs = _named(wanted), _named(got)
+        source = next(iter(wanted.all_input_nodes), None)
+        layouts = self.whole.layouts.get(source, []) if source is not None else []
+        val = source.meta["val"] if source is not None else None
+        local = Local(
+            self.rank,
+            ours,
+            val.shape if isinstance(val, Val) else (),
+            layouts[0] if layouts else self.whole.computed[wanted][0],
+            results,
+        )
+        for name in sorted(ours.keys() | theirs.keys()):
+            here = theirs.get(name)
+            if _has_node(ours.get(name)) or _has_node(here):
+                if self._places(ours.get(name)) != self._places(here):
+                    return self._finding(
+                        wanted,
+                        "AT315",
+                        f"{op_name(wanted)} reads another value on rank {self.rank} than in the unsharded model",
+                        source=got,
+                    )
+                continue
+            want = expected(op_name(wanted), name, local, here)
+            if _plain(want) != _plain(here):
+                return self._finding(
+                    wanted,
+                    "AT313",
+                    f"{op_name(wanted)} is called with {name}={here} on rank {self.rank}; "
+                    f"its part of the whole needs {name}={want}",
+                    f"unsharded: {name}={ours.get(name)}",
+                    source=got,
+                    help=_CONSTANT,
+                )
+        return None
+
+    def _places(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self._id(argument)
+        if isinstance(argument, (list, tuple)):
+            return [self._places(a) for a in argument]
+        return argument
+
+
+_CONSTANT = (
+    "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1) so that it follows the shard",
+)
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    schema = getattr(node.target, "_schema", None)
+    arguments = {}
+    if schema is not None:
+        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    for position, value in enumerate(node.args):
+        arguments[names[position] if position < len(names) else str(position)] = _plain(value)
+    arguments.update({k: _plain(v) for k, v in node.kwargs.items()})
+    return arguments
+
+
+def _plain(value: Any) -> Any:
+    """Lists for every sequence, so that spellings compare."""
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _has_node(value: Any) -> bool:
+    return isinstance(value, fx.Node) or (isinstance(value, list) and any(_has_node(v) for v in value))
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join(str(list(s)) for s in shapes)
+
+
+def failed(whole: Propagation, error: TraceError, rank: int) -> Finding:
+    """A rank's run that raises although the unsharded one does not."""
+    found = finding_in(
+        whole,
+        error.module,
+        "AT315",
+        f"the unsharded model runs, rank {rank} with its local sizes does not: {error}",
+        help=_CONSTANT,
+    )
+    if error.source is not None:
+        found.node.meta["source"] = error.source
+    return found
+
+
+def finding_in(whole: Propagation, path: str, code: str, message: str, help: tuple[str, ...] = ()) -> Finding:
+    """A finding at the first op of the module `path` that has to do with a shard."""
+    inside = [n for n in whole.trace.ops() if _within(n.meta["module"], path)]
+    node = next((n for n in inside if _origins(whole, n)), (inside or whole.trace.ops())[0])
+    return Finding(node, Conflict(code, message, help=help), _origins(whole, node))
+
+
+def finding_at(whole: Propagation, tensor: str, code: str, message: str) -> Finding:
+    """A finding at the op that reads the tensor of that name."""
+    node = next(n for n in whole.trace.graph.nodes if n.op == "get_attr" and n.meta["name"] == tensor)
+    user = next(iter(node.users))
+    return Finding(user, Conflict(code, message), _origins(whole, user))
+
+
+def _within(path: str, root: str) -> bool:
+    return not root or path == root or path.startswith(f"{root}.")
+
+
+def _origins(whole: Propagation, node: fx.Node) -> tuple[str, ...]:
+    """The nearest sharded layers above a node."""
+    found: set[str] = set()
+    frontier, seen = [node], set()
+    while frontier and not found:
+        current = frontier.pop(0)
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "get_attr" and any(isinstance(x, Shard) for x in whole.layouts.get(current, [])):
+            found.add(current.meta["name"].rpartition(".")[0])
+        frontier += current.all_input_nodes
+    return tuple(sorted(found))

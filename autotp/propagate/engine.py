@@ -1,0 +1,417 @@
+"""Walk a recorded graph in order and give every value a layout, or say why that cannot be.
+
+Each op's rule is looked up in a table by the op's name. All inputs the same on all ranks: the output
+too. An op that has no rule and meets a sharded or partial value is refused. After a conflict the value is
+unknown and so is all that follows from it: only first causes are reported.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.match import Matches, Placed
+from autotp.placement import INVARIANT, Layout, Partial, Shard
+from autotp.propagate.call import Call, Conflict, Value
+from autotp.propagate.contract import CONTRACTIONS
+from autotp.propagate.pointwise import ELEMENTWISE, elementwise
+from autotp.propagate.reductions import REDUCTIONS
+from autotp.propagate.shapes import SHAPES
+from autotp.trace.recorder import Trace, Val
+
+__all__ = ["Finding", "Propagation", "op_name", "propagate"]
+
+Rule = Callable[[Call], Layout | list[Layout]]
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **SHAPES,
+    **CONTRACTIONS,
+    **REDUCTIONS,
+}
+RANDOM = frozenset("dropout native_dropout feature_dropout alpha_dropout bernoulli rand_like randn_like".split())
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A conflict at a node, with the layers that its values come from."""
+
+    node: fx.Node
+    conflict: Conflict
+    origins: tuple[str, ...]
+
+
+@dataclass
+class Propagation:
+    """The layouts of one trace.
+
+    `layouts` holds what a node's value is for its readers, `computed` what the op itself gives on a rank
+    (they differ where a layer gathers its output). A node that is in neither is unknown, because of a
+    finding before it. `cuts` is how each tensor is cut, after row layers took the cut of their input.
+    `random` and `random_whole` are the modules that draw random numbers on a shard and on whole values,
+    `reached` the layers of the plan that ran, `copied` the column layers whose input has a gradient to sum.
+    """
+
+    trace: Trace
+    matches: Matches
+    cuts: dict[str, Shard]
+    aliases: Mapping[str, str]
+    layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
+    computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    random: set[str] = field(default_factory=set)
+    random_whole: set[str] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
+    copied: set[str] = field(default_factory=set)
+
+
+def op_name(node: fx.Node) -> str:
+    """The op's name without namespace (for aten), overload, and the underscore of an in-place form."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return str(node.target)
+    space, _, name = schema.name.partition("::")
+    if space != "aten":
+        return str(schema.name)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def propagate(
+    trace: Trace, matches: Matches, cuts: Mapping[str, Shard], aliases: Mapping[str, str]
+) -> Propagation:
+    """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
+
+    `aliases` maps each further name of a shared tensor to its first name, under which `cuts` holds it.
+    """
+    return _Engine(Propagation(trace, matches, dict(cuts), aliases)).run()
+
+
+class _Engine:
+    def __init__(self, result: Propagation) -> None:
+        self.result = result
+        self.origins: dict[fx.Node, frozenset[str]] = {}
+        self.aliases = result.aliases
+        self.placed = {p.path: p for p in result.matches.placed.values() if p.target == "module"}
+        # A layer's cut tensors may be used by that layer alone (tied tensors: by each of their layers).
+        self.owners: dict[str, list[Placed]] = {}
+        for placed in self.placed.values():
+            for name in placed.layouts:
+                self.owners.setdefault(self._canonical(name), []).append(placed)
+        self.followed: set[str] = set()  # row layers whose cut is settled by a call
+
+    def run(self) -> Propagation:
+        for node in self.result.trace.graph.nodes:
+            if node.op == "placeholder":
+                self._set(node, [INVARIANT])
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op == "call_function":
+                self._guarded(node)
+        self._outputs()
+        return self.result
+
+    # -- nodes
+
+    def _set(
+        self, node: fx.Node, layouts: list[Layout], origins: frozenset[str] = frozenset(), *, op: list[Layout] | None = None
+    ) -> None:
+        self.result.layouts[node] = layouts
+        self.result.computed[node] = layouts if op is None else op
+        self.origins[node] = origins
+
+    def _attribute(self, node: fx.Node) -> None:
+        name = node.meta["name"]
+        cut = self.result.cuts.get(name)
+        if node.meta["origin"] == "unknown":
+            self._find(
+                node,
+                Conflict("AT321", "a tensor comes from an operation that the recorder does not see"),
+                frozenset(),
+            )
+        elif cut is not None:
+            owners = [p.path for p in self.owners.get(name, ())] or [name]
+            self._set(node, [cut], frozenset(owners))
+        else:
+            self._set(node, [INVARIANT])
+
+    def _guarded(self, node: fx.Node) -> None:
+        """One op call; a conflict is noted and leaves the value unknown."""
+        if any(n not in self.result.layouts for n in node.all_input_nodes):
+            return
+        origins = frozenset().union(*(self.origins[n] for n in node.all_input_nodes))
+        try:
+            if node.target is operator.getitem:
+                source, index = node.args
+                assert isinstance(source, fx.Node) and isinstance(index, int)
+                layout = self.result.layouts[source][index]
+                self._set(node, [layout], origins if not _same(layout) else frozenset())
+                return
+            layouts, computed = self._call(node)
+            whole = all(_same(layout) for layout in layouts)
+            self._set(node, layouts, frozenset() if whole else origins, op=computed)
+        except Conflict as conflict:
+            self._find(node, conflict, origins)
+        except Exception as error:  # noqa: BLE001 - a rule that fails must refuse, never pass
+            conflict = Conflict(
+                "AT304",
+                f"{op_name(node)} with arguments that its layout rule does not know",
+                notes=(f"{type(error).__name__}: {error}",),
+            )
+            self._find(node, conflict, origins)
+
+    def _find(self, node: fx.Node, conflict: Conflict, origins: frozenset[str]) -> None:
+        blamed = [o for value in conflict.blame for o in sorted(value.origins)]
+        ordered = tuple(dict.fromkeys([*blamed, *sorted(origins)]))
+        self.result.findings.append(Finding(node, conflict, ordered))
+
+    # -- one call
+
+    def _call(self, node: fx.Node) -> tuple[list[Layout], list[Layout]]:
+        call = self._bind(node)
+        layer = self._layer(call)
+        if layer is not None:
+            return layer
+        foreign = [v for v in call.values if v.node.op == "get_attr" and v.node.meta["name"] in self.owners]
+        if foreign:
+            owner = self.owners[foreign[0].node.meta["name"]][0]
+            raise Conflict(
+                "AT312",
+                f"{foreign[0].name} is sharded by its layer {owner.path}, and is used outside of that layer's own forward",
+                blame=(foreign[0],),
+                notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
+                help=(f"leave {owner.path} whole, or call the layer itself",),
+            )
+        same = call.same_everywhere()
+        if same is not None:
+            self._random(call, same)
+            return ([same] * len(call.results),) * 2
+        self._whole_layer(call)
+        rule = RULES.get(call.name)
+        if rule is None:
+            value = next(v for v in call.values if not v.whole)
+            raise Conflict(
+                "AT304",
+                f"{call.name} of a value that is not whole, and autotp has no layout rule for it",
+                blame=(value,),
+                notes=(f"{value}",),
+            )
+        found = rule(call)
+        layouts = found if isinstance(found, list) else [found] * len(call.results)
+        self._random(call, layouts[0])
+        self._written(call, layouts[0])
+        return layouts, layouts
+
+    def _bind(self, node: fx.Node) -> Call:
+        """The call's arguments by the names of its schema, nodes replaced by values."""
+        grads: set[fx.Node] = node.meta["grads"]
+        values: list[Value] = []
+
+        def value(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                made = self._value(argument, grad=argument in grads)
+                values.append(made)
+                return made
+            if isinstance(argument, (list, tuple)):
+                return [value(a) for a in argument]
+            return argument
+
+        arguments: dict[str, Any] = {}
+        schema = getattr(node.target, "_schema", None)
+        names = [a.name for a in schema.arguments] if schema is not None else []
+        for position, argument in enumerate(node.args):
+            arguments[names[position] if position < len(names) else str(position)] = value(argument)
+        for name, argument in node.kwargs.items():
+            arguments[name] = value(argument)
+        for argument in schema.arguments if schema is not None else ():
+            if argument.name not in arguments and argument.has_default_value():
+                arguments[argument.name] = argument.default_value
+        vals = node.meta["val"]
+        results = tuple(v.shape if v is not None else () for v in (vals if isinstance(vals, list) else [vals]))
+        return Call(node, op_name(node), arguments, results, tuple(values))
+
+    def _value(self, node: fx.Node, *, grad: bool) -> Value:
+        val: Val = node.meta["val"]
+        return Value(
+            node,
+            val.shape,
+            self.result.layouts[node][0],
+            grad,
+            _spoken(node),
+            self.origins[node],
+            mask=val.dtype in (torch.bool, torch.uint8),
+        )
+
+    def _written(self, call: Call, layout: Layout) -> None:
+        """An in-place op must leave what it writes with the layout that it had: other names see it too."""
+        for node in call.node.meta["mutates"]:
+            had = self.result.layouts[node][0]
+            if had != layout:
+                raise Conflict(
+                    "AT317",
+                    f"{call.name} writes in place, into a tensor that is laid out differently",
+                    blame=call.values,
+                    notes=tuple(str(v) for v in call.values),
+                )
+
+    def _random(self, call: Call, layout: Layout) -> None:
+        """Random numbers on a shard must differ from rank to rank, on a sum be the same for every part."""
+        attention = call.name == "scaled_dot_product_attention" and bool(call["dropout_p"])
+        active = attention or (call.name in RANDOM and (call.name != "dropout" or (call["train"] and call["p"])))
+        if active:
+            found = self.result.random if isinstance(layout, Shard) else self.result.random_whole
+            found.add(call.node.meta["module"])
+
+    # -- the layers of the plan, with their mappings around the op
+
+    def _layer(self, call: Call) -> tuple[list[Layout], list[Layout]] | None:
+        placed = self.placed.get(call.node.meta["module"])
+        if placed is None or not placed.layouts or call.name not in _LAYERS:
+            return None
+        own = {self._canonical(name) for name in placed.layouts}
+        used = {v.node.meta["name"] for v in call.values if v.node.op == "get_attr"} & self.result.cuts.keys()
+        if not used or not used <= own:
+            return None
+        self.result.reached.add(placed.path)
+        return _LAYERS[call.name](self, call, placed)
+
+    def _canonical(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+    def _whole_layer(self, call: Call) -> None:
+        """A layer that no rule shards, given only a part of its features."""
+        if call.name not in ("linear", "addmm"):
+            return
+        value: Value = call["mat1"] if call.name == "addmm" else call["input"]
+        weight: Value = call["mat2"] if call.name == "addmm" else call["weight"]
+        if value.shard is not None and value.shard.dim == value.rank - 1 and weight.whole:
+            raise Conflict(
+                "AT301",
+                "a layer that is whole reads all features of its input; here they are sharded",
+                blame=(value,),
+                notes=(f"{value}",),
+            )
+
+    def _linear(self, call: Call, placed: Placed) -> tuple[list[Layout], list[Layout]]:
+        transposed = call.name == "addmm"
+        value: Value = call["mat1"] if transposed else call["input"]
+        weight: Value = call["mat2"] if transposed else call["weight"]
+        assert weight.shard is not None
+        last = len(call.shape) - 1
+        if placed.style == "column":
+            return self._column(call, placed, value, weight.shard.at(last))
+        return self._row(call, placed, value, weight)
+
+    def _column(
+        self, call: Call, placed: Placed, value: Value, cut: Shard
+    ) -> tuple[list[Layout], list[Layout]]:
+        if not value.whole:
+            what = "a sum whose parts are still on the ranks" if value.partial else "a sharded value"
+            raise Conflict(
+                "AT314",
+                f"a column layer reads its whole input on every rank; here it is given {what}",
+                blame=(value,),
+                notes=(f"{value}",),
+            )
+        if value.grad and value.layout == INVARIANT:
+            self.result.copied.add(placed.path)
+        return ([INVARIANT] if placed.rule.gather_output else [cut]), [cut]
+
+    def _row(self, call: Call, placed: Placed, value: Value, weight: Value) -> tuple[list[Layout], list[Layout]]:
+        assert weight.shard is not None
+        last = value.rank - 1
+        if value.partial:
+            raise Conflict("AT310", "a row layer is given a sum whose parts are still on the ranks", blame=(value,))
+        if value.shard is None:
+            if placed.rule.split_input:
+                return [INVARIANT], [INVARIANT]
+            raise Conflict(
+                "AT302",
+                "a row layer reads its own part of the input on each rank; here the input is whole",
+                blame=(weight,),
+                notes=(f"{value.name}: {list(value.shape)} replicate",),
+            )
+        if value.shard.dim != last:
+            raise Conflict(
+                "AT307",
+                f"a row layer reads its own features on each rank; here dim {value.shard.dim} of the input is sharded",
+                blame=(value, weight),
+                notes=(f"{value}",),
+            )
+        if placed.rule.split_input:
+            raise Conflict(
+                "AT302",
+                "split_input is set, but the input is already sharded",
+                blame=(weight, value),
+                notes=(f"{value}",),
+            )
+        if not value.shard.same_cut(weight.shard):
+            if placed.declared or placed.path in self.followed:
+                raise Conflict(
+                    "AT307",
+                    "a row layer's weight is cut differently from its input",
+                    blame=(weight, value),
+                    notes=(f"{value}", f"{weight}"),
+                )
+            # The plan leaves the cut open: a row layer's weight follows its input.
+            self._recut(weight, value.shard.at(weight.shard.dim))
+        self.followed.add(placed.path)
+        return [INVARIANT], [INVARIANT]
+
+    def _recut(self, weight: Value, cut: Shard) -> None:
+        name = weight.node.meta["name"]
+        if not cut.fits(weight.shape[cut.dim]):
+            raise Conflict("AT307", f"{weight.name} cannot be cut like its input", blame=(weight,))
+        self.result.cuts[name] = cut
+        self.result.layouts[weight.node] = self.result.computed[weight.node] = [cut]
+
+    def _vocab(self, call: Call, placed: Placed) -> tuple[list[Layout], list[Layout]]:
+        ids: Value = call["indices"]
+        if not ids.whole:
+            raise Conflict("AT314", "a vocab layer reads whole ids on every rank", blame=(ids,))
+        return [INVARIANT], [INVARIANT]
+
+    # -- what comes out
+
+    def _outputs(self) -> None:
+        for output in self.result.trace.outputs:
+            layouts = self.result.layouts.get(output.node)
+            if layouts is None or output.cached or _same(layouts[0]):
+                continue
+            value = self._value(output.node, grad=False)
+            if isinstance(layouts[0], Partial):
+                what = "a sum whose parts are still on the ranks"
+            else:
+                what = "a sharded value"
+            name = f"output {output.name}" if output.name else "the output"
+            conflict = Conflict(
+                "AT311", f"{name} is {what}, and the caller would get each rank's part", blame=(value,), notes=(f"{value}",)
+            )
+            self._find(output.node, conflict, self.origins[output.node])
+
+
+_LAYERS: dict[str, Callable[[_Engine, Call, Placed], tuple[list[Layout], list[Layout]]]] = {
+    "linear": _Engine._linear,
+    "addmm": _Engine._linear,
+    "embedding": _Engine._vocab,
+}
+
+
+def _same(layout: Layout) -> bool:
+    return not isinstance(layout, (Shard, Partial))
+
+
+def _spoken(node: fx.Node) -> str:
+    """A node as people say it: the parameter's name, or the op and the module that made it."""
+    if node.op == "get_attr":
+        return str(node.meta["name"])
+    if node.op == "placeholder":
+        return f"input {node.meta['name']}"
+    source = node
+    while source.target is operator.getitem:
+        source = source.all_input_nodes[0]
+    where = node.meta.get("module")
+    return f"{op_name(source)} of {where}" if where else f"{op_name(source)}"

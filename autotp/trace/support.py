@@ -1,0 +1,56 @@
+"""Models that cannot be rewritten safely are refused by name, before anything else is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from autotp.diagnostic import Diagnostic
+
+__all__ = ["unsupported"]
+
+_QUANTISED = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "torchao", "hqq", "quanto")
+
+
+def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
+    """A finding for each module whose weights are not plain tensors of its own, or whose forward is patched."""
+    if isinstance(module, torch.jit.ScriptModule):
+        yield Diagnostic(
+            "AT221", f"{type(module).__name__} is a ScriptModule: its forward cannot be traced or rewritten",
+            help=("shard the module before it is scripted",),
+        )  # fmt: skip
+        return
+    if hasattr(module, "_orig_mod") and type(module).__name__ == "OptimizedModule":
+        yield Diagnostic(
+            "AT221", "the model is compiled", help=("shard the model first, then call torch.compile on it",)
+        )
+    for path, owner in module.named_modules():
+        if "parametrizations" in owner._modules:
+            yield Diagnostic(
+                "AT222", "its weight is parametrized, so it is no tensor of its own", module=path,
+                help=("call torch.nn.utils.parametrize.remove_parametrizations first",),
+            )  # fmt: skip
+        if any(type(h).__name__ in ("WeightNorm", "SpectralNorm") for h in owner._forward_pre_hooks.values()):
+            yield Diagnostic(
+                "AT222", "its weight is computed by a weight norm hook", module=path,
+                help=("call torch.nn.utils.remove_weight_norm first",),
+            )  # fmt: skip
+        if hasattr(owner, "_hf_hook"):
+            yield Diagnostic(
+                "AT223", "it is hooked by accelerate (device_map)", module=path,
+                help=("load the model without device_map",),
+            )  # fmt: skip
+        if type(owner).__module__.partition(".")[0] in _QUANTISED:
+            yield Diagnostic(
+                "AT224", f"{type(owner).__name__} holds quantised weights, which autotp cannot cut yet", module=path,
+                help=("shard the model before it is quantised",),
+            )  # fmt: skip
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            plain = (torch.Tensor, nn.Parameter, nn.Buffer)
+            if tensor is not None and type(tensor) not in plain:
+                yield Diagnostic(
+                    "AT224", f"{name} is a {type(tensor).__name__}, not a plain tensor", module=path,
+                    help=("autotp shards plain tensors; shard first, then wrap",),
+                )  # fmt: skip
