@@ -17,6 +17,7 @@ be differentiated again. Nothing is written in place, and a group of one returns
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ def cut_of(shard: Shard, size: int, dim: int) -> Cut:
         size=size,
         ranges=ranges,
         sizes=sizes,
-        whole=all(a[1] == b[0] for a, b in zip(flat, flat[1:], strict=False)),
+        whole=all(a[1] == b[0] for a, b in itertools.pairwise(flat)),
         shared=sum(sizes) > size,
     )
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120.0
+AFTER_A_FAILURE = 10.0
+"""Seconds that the other ranks get when one has raised: they may wait for it in a collective."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,7 +58,7 @@ class Pool:
             port, store = listener.address[1], free_port()
             self.processes = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.ranks", *map(str, (port, rank, self.size, store))],
+                    [sys.executable, "-c", f"from tests.ranks import work; work{port, rank, self.size, store}"],
                     env=environment,
                     cwd=ROOT,
                 )
@@ -75,12 +77,14 @@ class Pool:
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < self.size:
             open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            ready = wait(open_pipes, timeout=timeout)
+            failed = [rank for rank, (fine, _) in answers.items() if not fine]
+            ready = wait(open_pipes, timeout=min(timeout, AFTER_A_FAILURE) if failed else timeout)
             if not ready:
-                late = [rank for rank in range(self.size) if rank not in answers]
-                raised = "".join(f"\nrank {r}:\n{a[1][1]}" for r, a in answers.items() if not a[0])
                 self.stop()
-                raise RankError(f"ranks {late} of {self.size} did not answer within {timeout:g} s{raised}")
+                if failed:
+                    break
+                late = [rank for rank in range(self.size) if rank not in answers]
+                raise RankError(f"ranks {late} of {self.size} did not answer within {timeout:g} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = self.pipes.index(pipe)
@@ -89,8 +93,7 @@ class Pool:
                 except EOFError:
                     self.stop()
                     raise RankError(f"rank {rank} of {self.size} ended in {function.__qualname__}") from None
-        for rank in range(self.size):
-            fine, value = answers[rank]
+        for rank, (fine, value) in sorted(answers.items()):
             if not fine:
                 error, text = value
                 error.add_note(f"on rank {rank} of {self.size}:\n{text}")
@@ -165,7 +168,3 @@ def work(port: int, rank: int, size: int, store: int) -> None:
                 function = getattr(function, part)
             pipe.send_bytes(_answer(function, rank, size, args))
     os._exit(0)  # the group is not left in order when the others are gone already
-
-
-if __name__ == "__main__":
-    work(*map(int, sys.argv[1:]))

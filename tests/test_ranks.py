@@ -35,6 +35,12 @@ def hangs(rank: int, size: int) -> None:
     time.sleep(60 * rank)
 
 
+def fails_while_the_other_waits(rank: int, size: int) -> None:
+    if rank == 1:
+        raise UsageError("a fault of rank 1")
+    dist.all_reduce(torch.ones(1))
+
+
 def ends(rank: int, size: int) -> None:
     os._exit(3)
 
@@ -71,6 +77,9 @@ def test_ranks_that_hang_or_end_are_replaced() -> None:
         pool.start()
         with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer within 8 s"):
             pool.call(hangs, timeout=8)
+        assert [value for _, value in pool.call(total, 0.0)] == [1.0, 1.0]
+        with pytest.raises(UsageError, match="a fault of rank 1"):
+            pool.call(fails_while_the_other_waits)
         assert [value for _, value in pool.call(total, 0.0)] == [1.0, 1.0]
         with pytest.raises(RankError, match="ended in ends"):
             pool.call(ends)

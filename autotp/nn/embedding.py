@@ -88,7 +88,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.start, self.check_ids = ranges[0][0], check_ids
 
     def reset_parameters(self) -> None:
-        """Fill the full table by `init_method`, alike on all ranks, zero the padding row, keep the own rows."""
+        """Fill the full table by `init_method`, its padding row by zeros, and keep this rank's rows."""
         if self.init_method is None:
             raise UsageError(f"{type(self).__name__}: a layer that was sharded has no init_method")
         if self.weight.is_meta:
