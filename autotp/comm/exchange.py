@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed import Store
@@ -66,11 +66,14 @@ def exchange_through(
         waited = time.monotonic() - started
         absent = [other for other in members if other not in records]
         if absent and waited > timeout:
-            raise UsageError(
+            fault = (
                 f"rank {rank} waited {timeout:g} s for rank{'s' * (len(absent) > 1)} "
                 f"{', '.join(map(str, absent))} of its group {list(members)}: "
                 "every rank of the group must make the same call"
             )
+            withdrawn = replace(record, payload=None, failure=fault)  # a late rank must not pair with it
+            store.set(key(call, rank), pickle.dumps(withdrawn))
+            raise UsageError(fault)
         if not absent and waited > min(GRACE, timeout):
             break
         time.sleep(POLL)
