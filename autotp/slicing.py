@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.placement import Shard
 
-__all__ = ["Rows", "cut", "merge", "put", "rows", "split", "take"]
+__all__ = ["Rows", "cut", "holders", "merge", "put", "rows", "split", "take"]
 
 
 def cut(shape: Sequence[int], shard: Shard, rank: int) -> list[tuple[int, int]]:
@@ -132,6 +133,44 @@ class Rows:
     def nbytes(self) -> int:
         """How many bytes the rank holds."""
         return self.count * self.local
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """What the rank holds of the tensor's bytes `start` to `stop`, which lie inside one row.
+
+        Yields (first, last, place): positions counted from `start`, and the position in the rank's bytes.
+        """
+        row, begin = divmod(start, self.length)
+        end = begin + stop - start
+        for low, high, place in self.ranges:
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                yield first - begin, last - begin, row * self.local + place + first - low
+
+
+def holders(parts: Sequence[Rows]) -> list[tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]]:
+    """For each rank the ranges that it is the first to hold, and those that an earlier rank holds too.
+
+    >>> from autotp.placement import deal
+    >>> shard = Shard(0, sections=((2, deal(2, 2)), (1, None)))
+    >>> holders([rows((3,), 1, shard, rank) for rank in range(2)])
+    [([(0, 1, 0), (2, 3, 1)], []), ([(1, 2, 0)], [(2, 3, 1)])]
+    """
+    seen: set[int] = set()  # the borders of all ranges cut the row into atoms; each has one first holder
+    borders = sorted({edge for part in parts for low, high, _ in part.ranges for edge in (low, high)})
+    found = []
+    for part in parts:
+        kept: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
+        for low, high, place in part.ranges:
+            for at in range(bisect_left(borders, low), bisect_left(borders, high)):
+                start, stop = borders[at], borders[at + 1]
+                into = kept[at in seen]
+                if into and into[-1][1] == start and into[-1][2] + start - into[-1][0] == place + start - low:
+                    into[-1] = (into[-1][0], stop, into[-1][2])
+                else:
+                    into.append((start, stop, place + start - low))
+                seen.add(at)
+        found.append(kept)
+    return found
 
 
 def rows(shape: Sequence[int], itemsize: float, shard: Shard | None, rank: int) -> Rows:

@@ -1,0 +1,11 @@
+"""Checkpoints: read their headers, cut them for ranks, put them back together, load them.
+
+Nothing here imports torch but what loads a model (load.py), and the proof that `convert` asks for.
+"""
+
+from autotp.checkpoint.convert import convert
+from autotp.checkpoint.inventory import inventory
+from autotp.checkpoint.merge import merge
+from autotp.checkpoint.written import Written
+
+__all__ = ["Written", "convert", "inventory", "merge"]

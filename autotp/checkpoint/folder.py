@@ -1,0 +1,186 @@
+"""Which files make up a checkpoint, decided and checked before any of them is used.
+
+A folder holds `model.safetensors.index.json` and the files that it names, or `model.safetensors`, or
+exactly one other .safetensors file. The index decides: files that it does not name are left alone.
+Nothing outside the folder is read: an index names plain files, and a link may not lead out of the folder
+(but into the `blobs` of the Hugging Face cache that the folder is a snapshot of).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotp.diagnostic import CheckpointError
+from autotp.header import Entry, Header, parse_json, read_header
+
+__all__ = [
+    "INDEX",
+    "MANIFEST",
+    "SINGLE",
+    "Folder",
+    "is_plain_name",
+    "open_folder",
+    "read_config",
+    "read_text",
+]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MANIFEST = "autotp.json"
+LARGEST_JSON = 200_000_000  # bytes of an index, a config or a manifest
+LARGEST_COMPANION = 64 << 20  # bytes
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint: its weight files with their checked headers, in the order of their names.
+
+    `index` is the text of its index file. `companions` are the other files, which travel along: relative
+    names of everything up to 64 MiB that is neither a weight file nor hidden; of a single file, config.json.
+    """
+
+    path: Path
+    files: tuple[Header, ...]
+    config: Mapping[str, Any]
+    index: bytes | None = None
+    companions: tuple[str, ...] = ()
+
+    def tensors(self) -> dict[str, tuple[Header, Entry]]:
+        """Every tensor, with the file that holds it, in the order of the data."""
+        return {name: (file, entry) for file in self.files for name, entry in file.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all weight files together."""
+        return sum(file.size for file in self.files)
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Find and check the files of a checkpoint folder, or of one .safetensors file (config.json beside it).
+
+    Raises CheckpointError naming the folder, file, key or value that is wrong.
+    """
+    path = Path(path)
+    if path.is_file() or path.suffix == ".safetensors":
+        config = read_config(path.parent)
+        return Folder(
+            path.parent, (read_header(path),), config, companions=("config.json",) if config else ()
+        )
+    if not path.is_dir():
+        _refuse(path, "there is no such folder or file")
+    config, companions = read_config(path), tuple(_companions(path))
+    if (path / INDEX).exists():
+        text = read_text(path / INDEX)
+        return Folder(path, _indexed(path, text), config, text, companions)
+    if not (path / SINGLE).exists():
+        single = sorted(path.glob("*.safetensors"))
+        if len(single) != 1:
+            found = f"found {', '.join(file.name for file in single)}" if single else _others(path)
+            _refuse(path, f"holds no checkpoint: looked for {INDEX}, {SINGLE} and one *.safetensors; {found}")
+        return Folder(path, (read_header(_inside(path, single[0].name)),), config, companions=companions)
+    return Folder(path, (read_header(_inside(path, SINGLE)),), config, companions=companions)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder; empty when there is none."""
+    path = folder / "config.json"
+    return parse_json(read_text(path), path, "content") if path.exists() else {}
+
+
+def read_text(path: Path) -> bytes:
+    """The bytes of a small regular file that is not trusted."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            _refuse(path, "is not a regular file")
+        if status.st_size > LARGEST_JSON:
+            _refuse(path, f"is {status.st_size} bytes long; at most {LARGEST_JSON} are read")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def regular_file(folder: Path, name: str) -> Path:
+    """The path of a file of the folder, which must be a regular one and no link out of the folder."""
+    path = _inside(folder, name)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            _refuse(path, "is not a regular file")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return path
+
+
+def _companions(folder: Path) -> list[str]:
+    """Every other file up to 64 MiB, sub-folders too, as sorted relative names."""
+    found = []
+    for base, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "rank-"))]
+        for name in files:
+            if not name.startswith(".") and not name.endswith(WEIGHTS) and name != MANIFEST:
+                relative = str((Path(base) / name).relative_to(folder))
+                if regular_file(folder, relative).stat().st_size <= LARGEST_COMPANION:
+                    found.append(relative)
+    return sorted(found)
+
+
+def _indexed(folder: Path, text: bytes) -> tuple[Header, ...]:
+    """The files that an index names, each checked against it, in the order of their names."""
+    index = folder / INDEX
+    table = parse_json(text, index, "content").get("weight_map")
+    if not isinstance(table, dict) or not table:
+        _refuse(index, "has no weight_map of tensor names to file names")
+    for key, value in table.items():
+        if not isinstance(value, str) or not value.endswith(".safetensors") or not is_plain_name(value):
+            _refuse(index, f"{key!r} is said to be in {value!r}, which is not a plain .safetensors file name")
+    names = sorted(set(table.values()))
+    missing = [name for name in names if not os.path.lexists(folder / name)]
+    if missing:
+        _refuse(index, f"{len(missing)} of its {len(names)} files are missing: {', '.join(missing)}")
+    files = tuple(read_header(_inside(folder, name, index, table)) for name in names)
+    for file in files:
+        for name in file.tensors:
+            if table.get(name) != file.path.name:
+                where = f"says that it is in {table[name]!r}" if name in table else "does not list it"
+                _refuse(file.path, f"holds {name!r}, but {INDEX} {where}")
+    held = {name for file in files for name in file.tensors}
+    absent = [name for name in table if name not in held]
+    if absent:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        first = ", ".join(f"{name!r} (said to be in {table[name]})" for name in absent[:3])
+        _refuse(index, f"tensors that no file holds: {first}{more}")
+    return files
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is one of a file in this very folder."""
+    return name not in (".", "..") and not any(c in "/\\" or ord(c) < 32 for c in name)
+
+
+def _inside(
+    folder: Path, name: str, index: Path | None = None, table: Mapping[str, str] | None = None
+) -> Path:
+    """The path of a file of the folder; a link that leads out of the folder is refused."""
+    real, home = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(place) for place in allowed):
+        key = next((key for key, value in (table or {}).items() if value == name), None)
+        says = f"{key!r} is said to be in {name!r}, a link" if key else f"{name!r} is a link"
+        _refuse(index or folder, f"{says} to {real}, outside the folder")
+    return folder / name
+
+
+def _others(folder: Path) -> str:
+    """What a folder without safetensors holds instead, for the message."""
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pth", ".pt"))
+    return f"found {', '.join(pickled[:4])}" if pickled else "found none"
+
+
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {fault}")

@@ -1,0 +1,104 @@
+"""The inventory of a checkpoint, from its headers alone: no weight is read, and torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotp.checkpoint.folder import MANIFEST, open_folder
+from autotp.diagnostic import CheckpointError
+from autotp.header import Entry
+from autotp.inventory import Inventory, ModuleInfo, TensorInfo
+
+__all__ = ["describe_tensors", "inventory"]
+
+# What transformers ties under `tie_word_embeddings`: the last segments of the two modules' names.
+INPUT_EMBEDDINGS = (
+    "embed_tokens",
+    "wte",
+    "word_embeddings",
+    "embed_in",
+    "tok_embeddings",
+    "embeddings",
+    "shared",
+)
+OUTPUT_EMBEDDINGS = ("lm_head", "embed_out", "output_projection", "output", "decoder", "vocab_projector")
+
+
+def inventory(path: str | Path) -> Inventory:
+    """What a checkpoint holds: a folder, one .safetensors file, or a folder that autotp converted.
+
+    Of a converted folder it is the inventory of the checkpoint that was converted. Headers do not tell
+    what a module is: its kind is "norm" when all it has is 1-D and named like a norm's, else "unknown".
+    Raises CheckpointError naming the file; for a config.json alone it says what is needed.
+
+    >>> inventory("config.json")
+    Traceback (most recent call last):
+        ...
+    autotp.diagnostic.CheckpointError: config.json: a configuration alone has no tensors; give the folder \
+with its weights, or a factory as package.module:function
+    """
+    path = Path(path)
+    if path.suffix == ".json" and path.name != MANIFEST:
+        raise CheckpointError(
+            f"{path}: a configuration alone has no tensors; give the folder with its weights, or a factory "
+            "as package.module:function"
+        )
+    if path.name == MANIFEST or (path / MANIFEST).is_file():
+        from autotp.checkpoint.manifest import load_manifest
+
+        manifest = load_manifest(path.parent if path.name == MANIFEST else path)
+        entries = [entry for file in manifest.files for entry in file.tensors.values()]
+        return describe_tensors(entries, manifest.config, name=path.name or str(path))
+    folder = open_folder(path)
+    entries = [entry for _, entry in folder.tensors().values()]
+    return describe_tensors(entries, folder.config, name=path.resolve().name)
+
+
+def describe_tensors(
+    entries: Iterable[Entry], config: Mapping[str, Any], *, name: str = "model"
+) -> Inventory:
+    """The inventory of these tensors: modules in natural order (layer 2 before layer 10)."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for entry in sorted(entries, key=lambda entry: _natural(entry.name)):
+        path, _, local = entry.name.rpartition(".")
+        info = TensorInfo(entry.name, entry.shape, entry.dtype, entry.itemsize)
+        modules.setdefault(path, {})[local] = info
+    described = {path: ModuleInfo(path, _kind(tensors), tensors) for path, tensors in modules.items()}
+    paths = {".".join(path.split(".")[:n]): None for path in modules for n in range(1, path.count(".") + 2)}
+    found = Inventory(described, paths=tuple(path for path in paths if path), config=dict(config), name=name)
+    aliases = _tied(found, config)
+    return Inventory(described, aliases, found.paths, found.config, name) if aliases else found
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key under which layers.2 comes before layers.10."""
+    short = [(part, part.isdecimal() and len(part) < 18) for part in name.split(".")]
+    return [(int(part), "") if number else (-1, part) for part, number in short]
+
+
+def _kind(tensors: Mapping[str, TensorInfo]) -> str:
+    """ "norm" for a 1-D weight (with or without a bias), the rest is unknown."""
+    weight = tensors.get("weight")
+    if weight is not None and len(weight.shape) == 1 and set(tensors) <= {"weight", "bias"}:
+        return "norm"
+    return "unknown"
+
+
+def _tied(found: Inventory, config: Mapping[str, Any]) -> dict[str, str]:
+    """{head: embedding} when the config ties them and the checkpoint holds both names."""
+    nested = config.get("text_config")
+    tied = config.get("tie_word_embeddings")
+    if tied is None and isinstance(nested, Mapping):
+        tied = nested.get("tie_word_embeddings")
+    if tied is not True:
+        return {}
+
+    def named(segments: tuple[str, ...]) -> list[TensorInfo]:
+        infos = [(path.split(".")[-1], info.tensors.get("weight")) for path, info in found.modules.items()]
+        return [w for last, w in infos if last in segments and w is not None and len(w.shape) == 2]
+
+    inputs, outputs = named(INPUT_EMBEDDINGS), named(OUTPUT_EMBEDDINGS)
+    pairs = [(head, first) for head in outputs for first in inputs if head.shape == first.shape]
+    return {pairs[0][0].name: pairs[0][1].name} if len(pairs) == 1 else {}

@@ -1,0 +1,304 @@
+"""The manifest of a converted folder, `autotp.json`: all that is needed to load, check and merge it.
+
+    out/autotp.json                          plan, tp, proof; of each source file its name, size and header
+                                             text; of each tensor its layout and digests
+    out/rank-0-of-2/model.safetensors        rank 0's slices: the source's file names, tensor names, dtypes
+    out/rank-0-of-2/config.json, …           what came with the source
+    out/rank-1-of-2/…
+
+It holds no times and no paths of the machine: two conversions of the same checkpoint are identical. The
+header text is the source's own, byte for byte, so that a merged file is too.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autotp.checkpoint.folder import INDEX, MANIFEST, is_plain_name, read_config, read_text
+from autotp.diagnostic import CheckpointError, PlanError
+from autotp.header import Entry, Header, encode_header, parse_header, parse_json
+from autotp.placement import Deal, Shard
+from autotp.plan import Plan, as_plan
+from autotp.slicing import Rows, rows
+
+__all__ = ["Digests", "Manifest", "Output", "load_manifest", "rank_folder"]
+
+MOST_PIECES = 1 << 16  # groups or sections of one dim
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digest of a tensor's bytes in the source, and those of the ranks' parts where it is cut."""
+
+    whole: str
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was converted and how.
+
+    `proof` is "layouts" when the layouts were proven on the model, "none" when only names and shapes were
+    matched. `digest` is the kind of the digests. `files` are the source's headers; `layouts` and `digests`
+    go by tensor name. `companions` are the digests of the other files. `config` is the ranks' config.json.
+    """
+
+    tp: int
+    plan: Plan
+    proof: Literal["layouts", "none"]
+    digest: Literal["xxh3", "sha256", "none"]
+    files: tuple[Header, ...]
+    layouts: Mapping[str, Shard]
+    digests: Mapping[str, Digests] = field(default_factory=dict)
+    companions: Mapping[str, str] = field(default_factory=dict)
+    index: bytes | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def dumps(self) -> str:
+        """The text of the manifest; the same decisions give the same text."""
+        tensors: dict[str, Any] = {}
+        for file in self.files:
+            for name in file.tensors:
+                digests = self.digests.get(name, Digests("", ("",) * self.tp))
+                tensors[name] = {"digest": digests.whole}
+                if name in self.layouts:
+                    tensors[name] |= {
+                        "layout": _layout_data(self.layouts[name]),
+                        "parts": list(digests.parts),
+                    }
+        table = {
+            "format": "autotp",
+            "version": 1,
+            "tp": self.tp,
+            "proof": self.proof,
+            "digest": self.digest,
+            "plan": self.plan.to_data(),
+            "files": [
+                {"name": file.path.name, "size": file.size, "header": file.raw[8:].decode("utf-8")}
+                for file in self.files
+            ],
+            "index": None if self.index is None else self.index.decode("utf-8"),
+            "companions": dict(self.companions),
+            "tensors": tensors,
+        }
+        return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+
+
+def load_manifest(folder: str | Path) -> Manifest:
+    """Read and check the manifest of a converted folder.
+
+    Raises CheckpointError naming the file and the place in it.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        _refuse(Path(folder), f"holds no {MANIFEST}: it is not a folder that autotp converted")
+    table = parse_json(read_text(path), path, "content")
+    if table.get("format") != "autotp" or table.get("version") != 1:
+        _refuse(path, "is not a manifest of autotp in version 1")
+    try:
+        text = _Text.model_validate(table)
+        plan = as_plan(text.plan)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        _refuse(path, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    except PlanError as error:
+        _refuse(path, f"its plan is not sound: {error.diagnostics[0].message}")
+    files = tuple(_header(path, file) for file in text.files)
+    layouts, digests = _tensors(path, text, files)
+    for name in text.companions:
+        if not _is_relative_name(name):
+            _refuse(path, f"{name!r} is not the name of a file inside the folder")
+    return Manifest(
+        tp=text.tp,
+        plan=plan,
+        proof=text.proof,
+        digest=text.digest,
+        files=files,
+        layouts=layouts,
+        digests=digests,
+        companions=text.companions,
+        index=None if text.index is None else text.index.encode("utf-8"),
+        config=read_config(rank_folder(Path(folder), 0, text.tp)),
+    )
+
+
+def rank_folder(folder: Path, rank: int, tp: int) -> Path:
+    """Where a rank's files stand: `rank-0-of-2`."""
+    return folder / f"rank-{rank}-of-{tp}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One folder to write: one rank's parts, or (`rank` None) every tensor whole, as in the source."""
+
+    home: Path
+    layouts: Mapping[str, Shard]
+    rank: int | None
+
+    def rows(self, entry: Entry) -> Rows:
+        """What of a tensor belongs here."""
+        shard = None if self.rank is None else self.layouts.get(entry.name)
+        return rows(entry.shape, entry.itemsize, shard, self.rank or 0)
+
+    def header(self, file: Header) -> Header:
+        """The header of the file in `home` that holds this output's part of a source file."""
+        if self.rank is None:
+            return replace(file, path=self.home / file.path.name)
+        local = {}
+        for entry in file.tensors.values():
+            shard = self.layouts.get(entry.name)
+            shape = entry.shape if shard is None else shard.local_shape(entry.shape, self.rank)
+            local[entry.name] = (entry.dtype, shape, self.rows(entry).nbytes)
+        raw, _ = encode_header(local, file.metadata)
+        size = len(raw) + sum(nbytes for _, _, nbytes in local.values())
+        return parse_header(raw, size=size, path=self.home / file.path.name)
+
+    def index(self, headers: Sequence[Header], source: bytes) -> bytes:
+        """The text of the index in `home` for the files with these headers, and the source's index."""
+        if self.rank is None:
+            return source
+        total = sum(entry.nbytes for header in headers for entry in header.tensors.values())
+        weight_map = {name: header.path.name for header in headers for name in header.tensors}
+        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _File(_Model):
+    name: str
+    size: Annotated[int, Field(ge=8, lt=1 << 63)]
+    header: str
+
+
+class _Deal(_Model):
+    units: Annotated[int, Field(ge=1)]
+    ranges: list[list[int]]
+    declared: Annotated[int, Field(ge=0)] = 0
+
+
+class _Section(_Model):
+    size: Annotated[int, Field(ge=0)]
+    deal: _Deal | None
+
+
+class _Layout(_Model):
+    dim: Annotated[int, Field(ge=0, lt=64)]
+    groups: Annotated[int, Field(ge=1, le=MOST_PIECES)] = 1
+    deal: _Deal | None = None
+    sections: Annotated[list[_Section], Field(min_length=1, max_length=MOST_PIECES)] | None = None
+
+
+class _Tensor(_Model):
+    digest: str
+    layout: _Layout | None = None
+    parts: list[str] = []
+
+
+class _Text(_Model):
+    format: Literal["autotp"]
+    version: Literal[1]
+    tp: Annotated[int, Field(ge=1, le=1 << 16)]
+    proof: Literal["layouts", "none"]
+    digest: Literal["xxh3", "sha256", "none"]
+    plan: dict[str, Any]
+    files: Annotated[list[_File], Field(min_length=1)]
+    index: str | None
+    companions: dict[str, str]
+    tensors: dict[str, _Tensor]
+
+
+def _header(path: Path, file: _File) -> Header:
+    """A source file's header out of its stored text."""
+    if not is_plain_name(file.name) or not file.name.endswith(".safetensors"):
+        _refuse(path, f"{file.name!r} is not a plain .safetensors file name")
+    text = file.header.encode("utf-8", "surrogatepass")
+    return parse_header(
+        struct.pack("<Q", len(text)) + text, size=file.size, path=path.parent / "(source)" / file.name
+    )
+
+
+def _tensors(
+    path: Path, text: _Text, files: tuple[Header, ...]
+) -> tuple[dict[str, Shard], dict[str, Digests]]:
+    """The layouts and digests by tensor, checked against the headers."""
+    entries = {name: entry for file in files for name, entry in file.tensors.items()}
+    names = [file.path.name for file in files]
+    if len(entries) != sum(len(file.tensors) for file in files) or len(set(names)) != len(names):
+        _refuse(path, "names a file or a tensor twice")
+    if set(entries) != set(text.tensors):
+        odd = min(set(entries) ^ set(text.tensors))
+        _refuse(path, f"{odd!r} is not both in its files and in its tensors")
+    layouts, digests = {}, {}
+    for name, tensor in text.tensors.items():
+        if tensor.layout is not None:
+            shard = _shard(path, name, tensor.layout, text.tp)
+            shape = entries[name].shape
+            if shard.dim >= len(shape) or not shard.fits(shape[shard.dim]):
+                _refuse(path, f"tensor {name!r} of shape {list(shape)} cannot be cut as {shard}")
+            if entries[name].itemsize < 1:
+                _refuse(path, f"tensor {name!r} of {entries[name].dtype} cannot be cut")
+            layouts[name] = shard
+        if len(tensor.parts) != (0 if tensor.layout is None else text.tp):
+            _refuse(path, f"tensor {name!r} has {len(tensor.parts)} digests of parts")
+        digests[name] = Digests(tensor.digest, tuple(tensor.parts))
+    return layouts, digests
+
+
+def _shard(path: Path, name: str, layout: _Layout, tp: int) -> Shard:
+    """A layout out of its stored form; every unit must have a holder, whole or shared as one."""
+
+    def dealt(deal: _Deal) -> Deal:
+        held = sorted({tuple(pair) for pair in deal.ranges})
+        edges = [0, *(pair[-1] for pair in held)] if all(len(pair) == 2 for pair in held) else []
+        if (
+            len(deal.ranges) != tp
+            or [pair[0] for pair in held] != edges[:-1]
+            or edges[-1:] != [deal.units]
+            or any(start >= stop for start, stop in held)
+        ):
+            _refuse(path, f"tensor {name!r}: its deal does not give each unit to a rank")
+        return Deal(deal.units, tuple((start, stop) for start, stop in deal.ranges), declared=deal.declared)
+
+    sections = layout.sections
+    if (layout.deal is None) == (sections is None) or (sections and all(s.deal is None for s in sections)):
+        _refuse(path, f"tensor {name!r}: its layout has neither a deal nor dealt sections, or both")
+    if layout.deal is not None:
+        return Shard(layout.dim, dealt(layout.deal), groups=layout.groups)
+    assert sections is not None
+    pieces = tuple((piece.size, None if piece.deal is None else dealt(piece.deal)) for piece in sections)
+    return Shard(layout.dim, sections=pieces)
+
+
+def _layout_data(shard: Shard) -> dict[str, Any]:
+    """A layout as JSON data; the inverse of `_shard`."""
+
+    def dealt(deal: Deal) -> dict[str, Any]:
+        ranges = [list(pair) for pair in deal.ranges]
+        return {"units": deal.units, "ranges": ranges, "declared": deal.declared}
+
+    if shard.sections is None:
+        assert shard.deal is not None, "a Shard without sections has a deal"
+        return {"dim": shard.dim, "groups": shard.groups, "deal": dealt(shard.deal)}
+    pieces = [{"size": n, "deal": None if deal is None else dealt(deal)} for n, deal in shard.sections]
+    return {"dim": shard.dim, "sections": pieces}
+
+
+def _is_relative_name(name: str) -> bool:
+    """Whether a name is one of a file in the folder or its sub-folders, and none of autotp's own."""
+    path = PurePosixPath(name)
+    plain = all(is_plain_name(part) for part in name.split("/")) and str(path) == name
+    return plain and name not in (MANIFEST, INDEX) and not name.endswith(".safetensors")
+
+
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {fault}")

@@ -1,0 +1,41 @@
+"""Merge: the rank folders that `convert` wrote, back into the checkpoint they came from, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autotp.checkpoint.folder import INDEX
+from autotp.checkpoint.manifest import Output, load_manifest
+from autotp.checkpoint.staging import check_target, free_bytes
+from autotp.checkpoint.written import Progress, Written
+
+__all__ = ["merge"]
+
+
+def merge(
+    source: str | Path, target: str | Path, *, progress: Progress | None = None, dry_run: bool = False
+) -> Written:
+    """Put a converted folder back together: the original's files, order, headers and bytes.
+
+    Every byte is read once and checked against the manifest's digests; what several ranks hold is compared.
+    `target` appears whole or not at all, as in `convert`. Raises CheckpointError naming tensor, file and
+    rank for shards that are missing, damaged or not equal.
+
+        autotp.merge("out", "back")      # back/model.safetensors, …
+    """
+    from autotp.checkpoint.carry import carry
+    from autotp.checkpoint.ranks import Ranks
+
+    source, target = Path(source), Path(target)
+    manifest = load_manifest(source)
+    supply = Ranks(source, manifest)
+    check_target(target)
+    output = Output(Path(), {}, None)
+    files = [(file.path.name, file.size) for file in manifest.files]
+    files += [(INDEX, len(manifest.index))] if manifest.index is not None else []
+    files += [(name, path.stat().st_size) for name, path in supply.companions().items()]
+    written = Written(target, 1, manifest.plan, "", manifest.proof, tuple(files), free_bytes(target), dry_run)
+    if not dry_run:
+        written.check_room()
+        carry(supply, manifest, [output], target, job="merge", progress=progress)
+    return written

@@ -1,0 +1,177 @@
+"""The rank folders of a converted checkpoint, opened and checked as one source of whole tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from autotp.checkpoint.carry import identity, part_digest, refuse_changed
+from autotp.checkpoint.folder import MANIFEST, regular_file
+from autotp.checkpoint.manifest import Digests, Manifest, Output, rank_folder
+from autotp.checkpoint.read import Block, Part, Source, open_to_read, spans, typed
+from autotp.checkpoint.write import Buffers
+from autotp.diagnostic import CheckpointError
+from autotp.header import Entry, Header, read_header
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """A `Supply` (carry.py) that gathers each tensor from the shards of all ranks.
+
+    Every rank's headers are checked against the manifest first. Raises CheckpointError for a rank folder
+    too few or too many, and for a file whose tensors are not those that were written.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        homes = [rank_folder(folder, rank, manifest.tp) for rank in range(manifest.tp)]
+        _check_folders(folder, homes)
+        self.outputs = [Output(home, manifest.layouts, rank) for rank, home in enumerate(homes)]
+        self.headers = {
+            file.path.name: [_checked(output.header(file)) for output in self.outputs]
+            for file in manifest.files
+        }
+
+    def identity(self) -> list[list[Any]]:
+        """The files of all ranks, as carry.Supply says."""
+        files = [header for headers in self.headers.values() for header in headers]
+        return [[str(file.path.relative_to(self.folder)), *identity(file)[1:]] for file in files]
+
+    def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], Source]:
+        """Open the file of every rank that holds a part of this source file."""
+        parts_of = self.parts(file, stack)
+        return lambda entry: Source(parts_of(entry))
+
+    def parts(self, file: Header, stack: ExitStack) -> Callable[[Entry], list[Part]]:
+        """What each rank's file holds of a tensor of this source file, in the order of the ranks."""
+        opened = []
+        for header in self.headers[file.path.name]:
+            fd = open_to_read(header.path)
+            stack.callback(os.close, fd)
+            opened.append((fd, header))
+
+        def parts_of(entry: Entry) -> list[Part]:
+            return [
+                Part(fd, header.path, header.tensors[entry.name].start, output.rows(entry))
+                for (fd, header), output in zip(opened, self.outputs, strict=True)
+            ]
+
+        return parts_of
+
+    def check(self, file: Header) -> None:
+        """Raise CheckpointError when a rank's file has changed since its header was read."""
+        for header in self.headers[file.path.name]:
+            refuse_changed(header)
+
+    def check_digests(self, file: Header, digests: Mapping[str, Digests]) -> None:
+        """Compare with the manifest; the error names tensor, file and rank."""
+        for name, found in digests.items():
+            if found.whole != self.manifest.digests[name].whole:
+                entry = file.tensors[name]
+                rank = next(iter(self.damaged(file, entry)), None)
+                if rank is None:
+                    _refuse(
+                        self.folder / MANIFEST, f"its digest of tensor {name!r} is not that of the shards"
+                    )
+                raise self._damage(file, entry, rank)
+
+    def damaged(self, file: Header, entry: Entry) -> list[int]:
+        """The ranks whose part of a tensor has not the digest that the manifest tells."""
+        known = self.manifest.digests[entry.name]
+        with ExitStack() as stack:
+            parts, buffers = self.parts(file, stack)(entry), Buffers()
+            expected = known.parts or (known.whole,) * len(parts)
+            found = [part_digest(part, self.manifest.digest, buffers) for part in parts]
+        return [rank for rank in range(len(parts)) if found[rank] != expected[rank]]
+
+    def differs(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
+        """The error for unequal copies: by the digest if one tells which is wrong, with the difference."""
+        path = self.headers[file.path.name][rank].path
+        says = f"{path}: rank {rank}'s copy of tensor {entry.name!r} differs from the first holder's: "
+        says += f"largest difference {self.largest_difference(file, entry)}"
+        damaged = self.damaged(file, entry) if self.manifest.digest != "none" else []
+        wrong = ", ".join(str(bad) for bad in damaged)
+        return CheckpointError(says + (f" (not what was written: rank {wrong})" if damaged else ""))
+
+    def largest_difference(self, file: Header, entry: Entry) -> str:
+        """How far the copies of a tensor that several ranks hold are apart, as text."""
+        largest, count = 0.0, 0
+
+        def compare(rank: int, first: Block, copy: Block) -> None:
+            nonlocal largest, count
+            count += int((first != copy).sum())
+            numbers = [_numbers(block, entry.dtype) for block in (first, copy)]
+            if numbers[0] is not None and numbers[1] is not None:
+                apart = np.abs(numbers[0] - numbers[1])
+                largest = max(largest, float(apart.max(initial=0.0)))
+
+        with ExitStack() as stack:
+            source, buffers = self.open(file, stack)(entry), Buffers()
+            for start, stop in spans(entry.nbytes, [source.length]):
+                source.gather(buffers.block[: stop - start], start, buffers.scratch, differs=compare)
+        return f"{largest:g}" if largest else f"in {count} bytes"
+
+    def companions(self) -> Mapping[str, Path]:
+        """The files that travelled along, from rank 0."""
+        home = self.outputs[0].home
+        return {name: regular_file(home, name) for name in self.manifest.companions}
+
+    def _damage(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
+        path = self.headers[file.path.name][rank].path
+        return CheckpointError(
+            f"{path}: tensor {entry.name!r} of rank {rank} is damaged: its bytes have not the digest that "
+            f"{MANIFEST} tells"
+        )
+
+
+def _check_folders(folder: Path, homes: list[Path]) -> None:
+    """Exactly these rank folders must be there."""
+    there = {entry for entry in folder.iterdir() if re.fullmatch(r"rank-\d+-of-\d+", entry.name)}
+    missing = [home.name for home in homes if home not in there]
+    if missing:
+        _refuse(folder, f"{len(missing)} of {len(homes)} rank folders are missing: {', '.join(missing)}")
+    extra = sorted(entry.name for entry in there - set(homes))
+    if extra:
+        _refuse(folder, f"is for tp={len(homes)}, and holds other rank folders too: {', '.join(extra)}")
+
+
+def _checked(expected: Header) -> Header:
+    """The header of a rank's file, which must be the one that was written."""
+    found = read_header(regular_file(expected.path.parent, expected.path.name))
+    for name, entry in expected.tensors.items():
+        there = found.tensors.get(name)
+        if there is None:
+            _refuse(found.path, f"tensor {name!r} is missing")
+        if (there.dtype, there.shape) != (entry.dtype, entry.shape):
+            _refuse(
+                found.path,
+                f"tensor {name!r} is {there.dtype} {list(there.shape)}; {MANIFEST} gives this rank "
+                f"{entry.dtype} {list(entry.shape)}",
+            )
+    unexpected = next((name for name in found.tensors if name not in expected.tensors), None)
+    if unexpected is not None:
+        _refuse(found.path, f"tensor {unexpected!r} is not in {MANIFEST}")
+    if found.raw != expected.raw:
+        _refuse(found.path, "its header is not the one that was written")
+    return found
+
+
+def _numbers(block: Block, dtype: str) -> np.ndarray[Any, Any] | None:
+    """Bytes as float64 numbers, or None where numpy has no such dtype."""
+    if dtype == "BF16":
+        return (block.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype[0] in "IUF" and "_" not in dtype and dtype != "F4":
+        return typed(block, dtype).astype(np.float64)
+    return None
+
+
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {fault}")

@@ -1,0 +1,162 @@
+"""A folder that appears whole or not at all.
+
+Everything is written into `.<name>.autotp-partial` beside the target, and renamed at the end. A journal
+in it tells, file by file, what is finished: a run that was killed goes on there when it is started again
+with the same source and options, and starts afresh with others. Two runs at once exclude each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from autotp.diagnostic import CheckpointError
+
+__all__ = ["JOURNAL", "Staging", "check_target", "free_bytes"]
+
+JOURNAL = "journal.jsonl"
+
+
+def check_target(target: Path) -> None:
+    """Raise CheckpointError unless `target` is absent or an empty folder."""
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir():
+        _refuse(target, "exists and is not a folder; name a new one")
+    entries = os.listdir(target)
+    if entries:
+        _refuse(target, f"is not empty ({len(entries)} entries, such as {min(entries)!r}); name a new folder")
+
+
+def free_bytes(target: Path) -> int:
+    """Bytes for a run to write: what is free where `target` will stand, and what its own last run left."""
+    place = Path(os.path.abspath(target))
+    left = partial(place).rglob("*") if partial(place).is_dir() else ()
+    while not place.is_dir():
+        place = place.parent
+    return shutil.disk_usage(place).free + sum(entry.lstat().st_blocks * 512 for entry in left)
+
+
+def partial(target: Path) -> Path:
+    """The temporary folder beside a target."""
+    return target.with_name(f".{target.name}.autotp-partial")
+
+
+class Staging:
+    """The temporary folder `path` of one run, which becomes `target` on `commit`.
+
+    `job` tells what the run does, as JSON data; under "source" it describes the files that it reads. What
+    an earlier run of the same job finished is in `finished`, {file: record}. As a context manager it
+    removes the folder when an error ends the run; a killed or interrupted run leaves it, to go on.
+    Raises CheckpointError when the target is not free, another run holds the folder, or the source of a
+    run that was interrupted has changed.
+    """
+
+    def __init__(self, target: Path, job: Mapping[str, Any]) -> None:
+        check_target(target)
+        self.target = target
+        self.path = partial(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise CheckpointError(f"{target}: another run is writing it") from error
+        try:
+            check_target(target)  # the run that held the lock until now may have made it
+            self.finished = self._resume(json.loads(json.dumps(job)))
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def finish(self, name: str, record: Mapping[str, Any]) -> None:
+        """Note that `name` is finished, with what a later run must know of it."""
+        self._append({"file": name, "record": record})
+
+    def commit(self) -> None:
+        """Make the folder the target."""
+        os.unlink(self.path / JOURNAL)
+        try:
+            os.rename(self.path, self.target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                _refuse(self.target, "was made by someone else meanwhile")
+            raise CheckpointError(f"{self.target}: cannot be written: {error.strerror}") from error
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _resume(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What an earlier run of the same job finished; the folder is emptied when there was none."""
+        lines = _journal(self.path / JOURNAL)
+        earlier = lines[0] if lines else {}
+        if {**earlier, "source": None} == {**job, "source": None}:
+            if earlier["source"] != job["source"]:
+                changed = _changed(earlier["source"], job["source"])
+                _refuse(
+                    self.path,
+                    f"an interrupted run read other files: {changed} changed meanwhile; "
+                    "remove this folder to start again",
+                )
+            (self.path / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return {line["file"]: line["record"] for line in lines[1:]}
+        for entry in os.scandir(self.path):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+        self._append(job)
+        return {}
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        try:
+            with open(self.path / JOURNAL, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from error
+
+
+def _journal(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; a last line that was cut off is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    lines = []
+    for line in text.split("\n")[:-1]:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _changed(before: list[list[Any]], after: list[list[Any]]) -> str:
+    """The names of the files that differ between two descriptions [[name, …], …]."""
+    old, new = ({entry[0]: entry for entry in side} for side in (before, after))
+    return ", ".join(sorted(name for name in old | new if old.get(name) != new.get(name)))
+
+
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {fault}")

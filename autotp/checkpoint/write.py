@@ -1,0 +1,104 @@
+"""Writing: blocks of tensors into the files of the ranks, each byte once, in one pass.
+
+stream  source ──block──► sinks       one whole file -> the shards of all ranks (convert)
+                                      the shards of all ranks -> one whole file (merge)
+                                      shards of tp ranks -> shards of other ranks (reshard)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autotp.checkpoint.digest import Digest
+from autotp.checkpoint.read import CHUNK, Block, Part, Source, spans
+from autotp.diagnostic import CheckpointError
+
+__all__ = ["Buffers", "create", "scatter", "stream", "write_exactly"]
+
+
+class Buffers:
+    """The memory that a whole conversion uses: one block, and room to rearrange it."""
+
+    def __init__(self) -> None:
+        self.block = np.empty(CHUNK, np.uint8)
+        self.scratch = np.empty(CHUNK, np.uint8)
+
+
+def stream(
+    source: Source,
+    sinks: Sequence[Part],
+    nbytes: int,
+    *,
+    buffers: Buffers,
+    whole: Digest,
+    parts: Sequence[Digest] = (),
+    progress: Callable[[int], None],
+) -> None:
+    """Carry one tensor of `nbytes` from its source to its sinks, block by block.
+
+    `whole` takes in the tensor's bytes, `parts` (when given) the bytes of each sink. `progress` is told
+    how many bytes have been carried. Raises CheckpointError, and Differs for unequal copies.
+    """
+    for start, stop in spans(nbytes, [source.length, *(sink.rows.length for sink in sinks)]):
+        block = buffers.block[: stop - start]
+        source.gather(block, start, buffers.scratch)
+        whole.update(block)
+        scatter(block, start, sinks, parts, buffers.scratch)
+        progress(stop - start)
+
+
+def scatter(
+    block: Block, start: int, sinks: Sequence[Part], digests: Sequence[Digest], scratch: Block
+) -> None:
+    """Write to every sink what it holds of a tensor's bytes from `start` on, a block as `spans` cuts it.
+
+    `digests` take in what each sink gets. The inverse of `gather`.
+    """
+    for number, sink in enumerate(sinks):
+        part = sink.rows
+        if part.whole:
+            pieces = [(block, start)]
+        elif len(block) % part.length or start % part.length:
+            held = part.within(start, start + len(block))
+            pieces = [(block[low:high], place) for low, high, place in held]
+        else:
+            count = len(block) // part.length
+            local = scratch[: count * part.local]
+            there, here = local.reshape(count, -1), block.reshape(count, -1)
+            for low, high, place in part.ranges:
+                there[:, place : place + high - low] = here[:, low:high]
+            pieces = [(local, start // part.length * part.local)]
+        for piece, place in pieces:
+            write_exactly(sink.fd, sink.path, piece, sink.offset + place)
+            if digests:
+                digests[number].update(piece)
+
+
+def create(path: Path, header: bytes, size: int) -> int:
+    """A new file of `size` bytes that begins with `header`; returns its open descriptor."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        os.ftruncate(fd, size)
+    except OSError as error:
+        raise _cannot(path, error) from error
+    write_exactly(fd, path, header, 0)
+    return fd
+
+
+def write_exactly(fd: int, path: Path, data: bytes | Block, at: int) -> None:
+    """Write all of `data` at byte `at`; raises CheckpointError, for a full disk too."""
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    while len(view):
+        try:
+            done = os.pwrite(fd, view, at)
+        except OSError as error:
+            raise _cannot(path, error) from error
+        view, at = view[done:], at + done
+
+
+def _cannot(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be written: {error.strerror}")

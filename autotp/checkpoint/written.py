@@ -1,0 +1,48 @@
+"""What a conversion wrote, or would write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotp.diagnostic import CheckpointError
+from autotp.plan import Plan
+
+__all__ = ["Progress", "Written"]
+
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the file at hand
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written, or would be in a dry run.
+
+    `files` are (relative name, bytes) without the manifest; `free` the bytes that were free on the disk
+    before. `tp` is 1 and `proof` that of the shards for a merged folder. `plan_name` names the shipped
+    plan that was chosen by the config, and is empty for one that was given. `proof` is "layouts" or "none".
+    """
+
+    target: Path
+    tp: int
+    plan: Plan
+    plan_name: str
+    proof: str
+    files: tuple[tuple[str, int], ...]
+    free: int
+    dry_run: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(size for _, size in self.files)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits the disk."""
+        return self.nbytes <= self.free
+
+    def check_room(self) -> None:
+        """Raise CheckpointError when it does not fit the disk."""
+        if not self.fits:
+            raise CheckpointError(f"{self.target}: needs {self.nbytes} bytes, and {self.free} are free")
