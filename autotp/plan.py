@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, field_validator
 
 from autotp import pattern as patterns
-from autotp import planfile
+from autotp import planfile, plantext
 from autotp.diagnostic import PlanError, Span
 from autotp.planfault import Declared, Source, did_you_mean, quoted, refuse
 from autotp.rule import STYLES, Rule, RuleLike
@@ -146,7 +146,7 @@ class Plan(Declared):
     @classmethod
     def loads(cls, text: str, file: str = "<string>") -> Plan:
         """Reads a plan from YAML or JSON text; `file` is what messages call it. Raises PlanError."""
-        return cls._read(planfile.read(text, file))
+        return cls._read(plantext.read(text, file))
 
     @classmethod
     def _read(cls, source: Source) -> Plan:
@@ -172,7 +172,7 @@ class Plan(Declared):
         """The plan as the text of a plan file; `Plan.loads` reads either format back."""
         if format == "json":
             return json.dumps(self.to_data(), indent=2, ensure_ascii=False) + "\n"
-        return planfile.write(self.to_data())
+        return plantext.write(self.to_data())
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file, as JSON when the path ends in .json, else as YAML."""

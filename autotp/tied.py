@@ -8,7 +8,7 @@ the line to add. This file knows nothing of torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autotp.inventory import Inventory, ModuleInfo
@@ -30,7 +30,7 @@ class Ruled:
     cut: Shard | None
     rule: Rule
     pattern: str
-    place: str  # where the pattern stands, for messages
+    told: str  # the rule and its place, for notes
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,12 @@ def _word(cut: Shard | None) -> str:
     return "whole" if cut is None else str(cut)
 
 
-def settle(ruled: Mapping[str, Ruled], inventory: Inventory) -> Settled:
-    """Compares the rules of tied tensors and extends them to the names without a rule."""
+def settle(ruled: Mapping[str, Ruled], inventory: Inventory, spoken_for: Collection[str]) -> Settled:
+    """Compares the rules of tied tensors and extends them to the names without a rule.
+
+    `spoken_for` are the modules and tensors that some pattern matches: where its rule did not fit,
+    that was told already.
+    """
     same_rule: dict[str, str] = {}
     cuts: dict[str, Shard] = {}
     faults: list[tuple[str, str, Fault]] = []
@@ -70,7 +74,7 @@ def settle(ruled: Mapping[str, Ruled], inventory: Inventory) -> Settled:
         first = known[0]
         other = next((r for r in known if r.cut != first.cut), None)
         if other is not None:
-            notes = tuple(f"{r.name}: {_word(r.cut)}, by `{r.pattern}`{r.place}" for r in (first, other))
+            notes = tuple(f"{r.name}: {_word(r.cut)}, by {r.told}" for r in (first, other))
             message = f"tied to {other.name}, which is placed in another way"
             fault = Fault("AT210", message, notes, ("one tensor has one placement: make the rules agree",))
             faults.append((first.pattern, first.name, fault))
@@ -78,29 +82,32 @@ def settle(ruled: Mapping[str, Ruled], inventory: Inventory) -> Settled:
         if first.cut is None:
             continue
         for name in family:
-            if name in ruled:
-                continue
             path, _, local = name.rpartition(".")
-            owner = inventory.modules[path]
+            owner = inventory.modules.get(path)
             ruler = inventory.modules[first.name.rpartition(".")[0]]
-            if owner.kind in SAME_RULE and owner.kind == ruler.kind:
+            if not {name, path}.isdisjoint(spoken_for):
+                continue
+            if owner is not None and owner.kind in SAME_RULE and owner.kind == ruler.kind:
                 same_rule[path] = first.pattern
-            elif owner.kind in ("other", "unknown") and (
-                local != "weight" or len(owner.tensors[local].shape) != 2
-            ):
+            elif owner is None or _is_bare(owner, local):
                 cuts[name] = first.cut
             else:
-                faults.append((first.pattern, first.name, _unruled(first, ruler, name, inventory)))
+                faults.append((first.pattern, first.name, _unruled(first, owner, name, inventory)))
     return Settled(same_rule, cuts, tuple(faults))
 
 
-def _unruled(first: Ruled, ruler: ModuleInfo, name: str, inventory: Inventory) -> Fault:
+def _is_bare(owner: ModuleInfo, local: str) -> bool:
+    """Whether a tensor is a parameter that a module holds, and not the matrix of a layer."""
+    matrix = local == "weight" and len(owner.tensors[local].shape) == 2
+    return owner.kind in ("other", "unknown") and not matrix
+
+
+def _unruled(first: Ruled, owner: ModuleInfo, name: str, inventory: Inventory) -> Fault:
     """A tied name of a module of another kind, without a rule: the line to add."""
-    path = name.rpartition(".")[0]
-    pattern = shortest(path, inventory.modules)
-    kind = inventory.modules[path].kind
+    pattern = shortest(owner.path, inventory.modules)
+    kind = owner.kind
     by_rows = first.cut is not None and first.cut.dim == 0
-    notes = (f"{first.name}: {_word(first.cut)}, by `{first.pattern}`", f"{name}: no rule")
+    notes = (f"{first.name}: {_word(first.cut)}, by {first.told}", f"{name}: no rule")
     head = f"`{pattern}: {{style: column, gather_output: true}}`"
     if by_rows and kind == "embedding":
         help = f"add the rule `{pattern}: vocab`"

@@ -46,7 +46,7 @@ def unit_name(heads: int | str | None, feature: str) -> str:
     if isinstance(heads, int):
         return "heads"
     words = [word for word in heads.lower().split("_") if word not in ("num", "n")]
-    name = " ".join(words) or "heads"
+    name = " ".join(words).replace("key value", "kv") or "heads"
     return name if name.endswith("s") else name + "s"
 
 
@@ -64,12 +64,16 @@ def listed_sizes(units: int) -> str:
     return ", ".join(map(str, range(1, units + 1))) if units <= 8 else f"1 to {units}"
 
 
+def stand_in(key: str, config: Mapping[str, object]) -> str | None:
+    """The key whose value transformers takes where a config has no value for `key`."""
+    if config.get(key) is not None:
+        return None
+    return ABSENT.get((str(config.get("model_type")), key))
+
+
 def from_config(key: str, what: str, config: Mapping[str, object]) -> int | Fault:
     """The whole number that a model's config gives for a key."""
-    value = config.get(key)
-    if value is None:
-        instead = "num_attention_heads" if key == "num_key_value_heads" and key in config else None
-        value = config.get(instead or ABSENT.get((str(config.get("model_type")), key), key))
+    value = config.get(stand_in(key, config) or key)
     if isinstance(value, int) and not isinstance(value, bool):
         return value if value >= 1 else Fault("AT205", f"{what}: {key} is {value} in the model's config")
     if value is not None:
@@ -132,7 +136,10 @@ def shard_of(
     if isinstance(sizes, Fault):
         return sizes
     name = unit_name(heads, feature)
-    notes = (f"heads: {heads} = {units} in the model's config",) if isinstance(heads, str) else ()
+    notes: tuple[str, ...] = ()
+    if isinstance(heads, str):
+        through = " = ".join(filter(None, (heads, stand_in(heads, config))))
+        notes = (f"heads: {through} = {units} in the model's config",)
     pieces: list[tuple[int, Deal | None]] = []
     for length in sizes:
         count = units or length
