@@ -44,6 +44,7 @@ class Analysis:
     - `certainty`    "layouts" when they were proven on the traced graph, else "names and shapes"
     - `collectives`  what runs in one forward and one backward pass
     - `modes`        the paths that were proven, such as "eval" and "train"
+    - `random`       the modules that draw random numbers on shards, on each rank from its own stream
     - `edits`        call-site edits as a diff
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
@@ -57,6 +58,7 @@ class Analysis:
     certainty: str = NAMES_AND_SHAPES
     collectives: tuple[Collective, ...] = ()
     modes: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()
     edits: str = ""
     plan_name: str = ""
 

@@ -1,0 +1,170 @@
+"""The three calls that a user makes on a live model: analyze, shard, verify.
+
+`analyze` decides everything and touches nothing; `shard` and `verify` carry out what it decided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from autotp.analysis import Analysis
+from autotp.comm import Group, group_of
+from autotp.decide import CHECKS, PlanLike, decide, named_plan
+from autotp.diagnostic import PlanError, UsageError
+from autotp.rewrite.apply import apply
+from autotp.shapes import analyze_headers
+from autotp.verification import Verification, compare
+
+__all__ = ["analyze", "shard", "verify"]
+
+
+def analyze(
+    source: nn.Module | str | Path, plan: PlanLike | None = None, *, tp: int, inputs: Any = None, check: str = "layouts"
+) -> Analysis:
+    """The dry run: what `plan` does to a model on `tp` ranks, and whether it is right. Touches nothing.
+
+    - `source`: a module (on any device, the meta device too), or a checkpoint folder, `.safetensors` file
+      or config.json. With `check="shapes"` a checkpoint is read by its headers alone.
+    - `plan`: a Plan, its rules as a dict, a path, the name of a shipped plan, or "auto": the shipped plan
+      of the model's type.
+    - `inputs`: samples for the trace: a tensor, a tuple of arguments, a dict of keyword arguments. Without
+      them they are made from the config, or found by trying what the layers take.
+
+    A bad plan is not raised, it is in `Analysis.diagnostics`. Raises PlanError for a plan that cannot be
+    read, CheckpointError for a checkpoint that cannot, UsageError for a call that cannot mean anything.
+
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> analysis = analyze(mlp, {"0": "column", "2": "row"}, tp=2)
+    >>> analysis.ok, analysis.certainty
+    (True, 'layouts')
+    >>> analyze(mlp, {"0": "column"}, tp=2).diagnostics[0].code
+    'AT301'
+    """
+    if isinstance(source, nn.Module):
+        return decide(source, plan, tp=tp, inputs=inputs, check=check)
+    if check not in CHECKS:
+        raise UsageError(f"check is one of {', '.join(CHECKS)}, not {check!r}")
+    if not isinstance(source, (str, Path)):
+        raise UsageError(f"source is an nn.Module or a path, not {type(source).__name__}")
+    from autotp import hf
+
+    if check == "layouts":
+        return hf.prove(source, plan, tp=tp, inputs=inputs)
+    chosen, name = named_plan(plan, hf.model_type(source))
+    return analyze_headers(source, chosen, tp=tp, plan_name=name)
+
+
+def shard(
+    model: nn.Module, plan: PlanLike | None = None, mesh: Any = None, *, inputs: Any = None, check: str = "layouts"
+) -> nn.Module:
+    """Make `model` tensor-parallel in place, and return it. Call it on every rank of the group.
+
+    - `mesh`: a DeviceMesh (1-D, or with an axis "tp"), a process group, or None for the default group;
+      without torch.distributed it is a group of one: the plan is checked, and the model stays whole.
+    - `plan`, `inputs`, `check`: as `analyze` takes them.
+
+    The class, the forward, hooks, dtypes, `requires_grad` and the names of the state_dict stay; each
+    parameter object stays and holds this rank's part. Everything is checked before anything is touched.
+
+    Raises PlanError, with every finding, for a refused plan, and UsageError when the ranks' plans, models
+    or groups differ, on all of them, or when the model is sharded already.
+
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> shard(mlp, {"0": "column", "2": "row"}) is mlp
+    True
+    """
+    group = group_of(mesh)
+    try:
+        analysis = decide(model, plan, tp=group.size, inputs=inputs, check=check)
+        if not analysis.ok:
+            raise PlanError(analysis.diagnostics)
+        mine: Any = _fingerprint(model, analysis)
+    except Exception as error:
+        group.exchange(error)  # the other ranks are told, and the error is raised here
+        raise
+    _agree(group, mine)
+    return apply(model, analysis, group)
+
+
+def verify(
+    model: nn.Module,
+    plan: PlanLike | None = None,
+    *,
+    tp: int,
+    inputs: Any = None,
+    weights: str = "random",
+    dtype: torch.dtype | None = torch.float64,
+) -> Verification:
+    """Run every rank of a plan in this process and compare with the unsharded model; `model` is untouched.
+
+    Outputs, every gradient and the merged state_dict are compared. `weights` is "random" (every weight is
+    drawn anew, since zero biases and norms of one hide faults) or "own"; `dtype` what the comparison runs
+    in (None: the model's own). The other arguments are those of `analyze`.
+
+    Raises PlanError for a refused plan. Wrong numbers are not raised: `Verification.ok` is False.
+
+    >>> mlp = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4))
+    >>> verify(mlp, {"0": "column", "2": "row"}, tp=2).ok
+    True
+    """
+    analysis = decide(model, plan, tp=tp, inputs=inputs)
+    if not analysis.ok:
+        raise PlanError(analysis.diagnostics)
+    return compare(model, analysis, inputs=inputs, weights=weights, dtype=dtype)
+
+
+def _fingerprint(model: nn.Module, analysis: Analysis) -> dict[str, str]:
+    """What the ranks must agree on before anything moves, each as a word to compare."""
+    tensors = analysis.inventory.tensors()
+    described = repr([(t.name, t.shape, t.dtype) for t in tensors.values()])
+    layouts = repr(sorted((n, str(cut), cut.ranges(tensors[n].shape[cut.dim], 0)) for n, cut in analysis.layouts.items()))
+    return {
+        "plan": analysis.plan.dumps(),
+        "tp": str(analysis.tp),
+        "model": f"{type(model).__qualname__} {hashlib.sha256(described.encode()).hexdigest()}",
+        "layouts": hashlib.sha256(layouts.encode()).hexdigest(),
+        "check": analysis.certainty,
+        "weights": _sampled(model),
+    }
+
+
+def _sampled(model: nn.Module, count: int = 256) -> str:
+    """A hash of up to `count` elements of each tensor: ranks that drew other weights are found out."""
+    digest = xxhash.xxh3_128()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta or not tensor.numel():
+                digest.update(b"-")
+                continue
+            flat = tensor.detach().reshape(-1)
+            picked = flat[:: max(1, flat.numel() // count)].contiguous().cpu()
+            digest.update(picked.view(torch.uint8).numpy().tobytes() if picked.dtype != torch.bool else bytes(picked.tolist()))
+    return digest.hexdigest()
+
+
+_TOLD = {
+    "plan": "different plans",
+    "tp": "a different tp",
+    "model": "different models (class, or the names, shapes and dtypes of the tensors)",
+    "layouts": "different layouts",
+    "check": "different checks",
+    "weights": "different weights: build the model from the same seed or checkpoint on every rank",
+}
+
+
+def _agree(group: Group, mine: dict[str, str]) -> None:
+    everyone = group.exchange(mine)
+    for what, told in _TOLD.items():
+        values = [theirs[what] for theirs in everyone]
+        if len(set(values)) > 1:
+            odd = [rank for rank, value in enumerate(values) if value != values[0]]
+            raise UsageError(
+                f"shard: the ranks of the group have {told}. Rank 0 differs from rank{'s' * (len(odd) > 1)} "
+                f"{', '.join(map(str, odd))}; nothing was changed on any rank"
+            )

@@ -1,0 +1,110 @@
+"""Every decision about a live model, made before anything is touched: match, prove, count the cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autotp.analysis import LAYOUTS, Analysis, Collective
+from autotp.cost import collectives_of
+from autotp.diagnostic import Diagnostic, UsageError, errors
+from autotp.match import Matches
+from autotp.plan import Plan, as_plan, plan_for, shipped_plans
+from autotp.prove import Proof, prove
+from autotp.rewrite.apply import refuse_sharded
+from autotp.shapes import analyze_shapes
+from autotp.trace.inputs import make
+from autotp.trace.inventory import inventory
+from autotp.trace.support import unsupported
+
+__all__ = ["CHECKS", "PlanLike", "decide", "named_plan"]
+
+PlanLike = Plan | Mapping[str, Any] | str | Path
+CHECKS = ("layouts", "shapes")
+
+
+def named_plan(plan: PlanLike | None, model_type: object) -> tuple[Plan, str]:
+    """The plan that is meant, and its name: "auto" and None mean the shipped plan of the model type.
+
+    Raises PlanError for a plan that cannot be read, UsageError when there is no shipped plan.
+    """
+    if plan is not None and plan != "auto":
+        return as_plan(plan), str(plan) if isinstance(plan, (str, Path)) else ""
+    found = plan_for(str(model_type)) if model_type else None
+    if found is None:
+        of = f"model type {model_type!r}" if model_type else "a model without a config"
+        raise UsageError(
+            f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}), and autotp does not derive "
+            "plans yet; pass plan= with its rules"
+        )
+    return found, str(model_type)
+
+
+def decide(model: nn.Module, plan: PlanLike | None, *, tp: int, inputs: Any = None, check: str = "layouts") -> Analysis:
+    """The analysis of a live model; `Analysis.diagnostics` holds whatever speaks against the plan.
+
+    Raises PlanError for a plan that cannot be read and UsageError for a call that cannot mean anything.
+    """
+    if check not in CHECKS:
+        raise UsageError(f"check is one of {', '.join(CHECKS)}, not {check!r}")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
+    refuse_sharded(model)
+    stock = inventory(model)
+    chosen, name = named_plan(plan, stock.config.get("model_type"))
+    analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name)
+    refused = (*unsupported(model), *_not_yet(analysis.matches, analysis))
+    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
+    if check == "shapes" or not analysis.ok:
+        return analysis
+    return _proven(analysis, prove(model, analysis.matches, stock, make(model, inputs)))
+
+
+def _proven(analysis: Analysis, proof: Proof) -> Analysis:
+    first = analysis.inventory.aliases
+    findings = (*analysis.diagnostics, *proof.diagnostics)
+    proven = not errors(findings)
+    return replace(
+        analysis,
+        layouts={n: proof.cuts[first.get(n, n)] for n in analysis.layouts} if proven else analysis.layouts,
+        diagnostics=findings,
+        certainty=LAYOUTS if proven else analysis.certainty,
+        collectives=tuple(_collectives(analysis.matches, proof)) if proven else analysis.collectives,
+        modes=tuple(proof.modes),
+        random=tuple(sorted(proof.random)),
+    )
+
+
+def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
+    """What the traced forward runs, and the backward of it: each layer as often as it was called."""
+    found: list[Collective] = []
+    for placed in matches.placed.values():
+        if placed.target != "module" or not placed.layouts:
+            continue
+        mappings = {
+            "column": ["copy"] * (placed.path in proof.copied) + ["gather"] * placed.rule.gather_output,
+            "row": ["scatter"] * placed.rule.split_input + ["reduce"],
+            "vocab": ["reduce"],
+        }[placed.style]
+        for mapping in mappings:
+            found += collectives_of(mapping, placed.path, calls=proof.calls.get(placed.path, 1))
+    return found
+
+
+def _not_yet(matches: Matches, analysis: Analysis) -> list[Diagnostic]:
+    """Layers that a plan may name and that cannot be swapped in place yet."""
+    return [
+        Diagnostic(
+            "AT225",
+            "transformers' Conv1D cannot be swapped for a parallel layer yet",
+            module=placed.path,
+            plan=placed.span,
+            help=("leave it whole, or use a checkpoint conversion with check=\"shapes\"",),
+        )
+        for placed in matches.placed.values()
+        if placed.layouts and placed.target == "module" and analysis.inventory.modules[placed.path].kind == "conv1d"
+    ]

@@ -1,0 +1,1 @@
+"""Rewriting a model in place, after every decision has been made and checked."""

@@ -1,0 +1,128 @@
+"""Carry out an analysis on a model, in place: swap the layers of the plan, cut every tensor.
+
+There is nothing to decide here. The model keeps its class, its forward, its hooks and the names in its
+state_dict; a module becomes a parallel layer by its class, a parameter object stays the same object and
+holds this rank's part, so that an optimizer built before still holds the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.analysis import LAYOUTS, Analysis
+from autotp.comm import Group
+from autotp.diagnostic import UnprovenPath, UsageError
+from autotp.match import Placed
+from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from autotp.placement import Shard
+from autotp.plan import Plan
+from autotp.random import use_rank_stream
+from autotp.slicing import take
+
+__all__ = ["Sharded", "apply", "refuse_sharded", "sharded"]
+
+_KEY = "_autotp"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What a sharded model remembers: how each tensor is cut, by name, over which group, from which plan.
+
+    It lives on the model and not on the parameters, where deepcopy and `fully_shard` lose attributes.
+    `shapes` are the global shapes of the cut tensors, `aliases` further names of tied tensors.
+    """
+
+    plan: Plan
+    group: Group
+    layouts: Mapping[str, Shard]
+    shapes: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+    certainty: str
+    modes: tuple[str, ...]
+
+
+def sharded(model: nn.Module) -> Sharded | None:
+    """What is remembered of a model's sharding; None for a model that is whole."""
+    found = model.__dict__.get(_KEY)
+    return found if isinstance(found, Sharded) else None
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises UsageError when the model or a part of it is sharded already."""
+    for path, module in model.named_modules():
+        if _KEY in module.__dict__:
+            what = f"its {path}" if path else "it"
+            raise UsageError(
+                f"{type(model).__name__}: {what} is sharded already, over tp={module.__dict__[_KEY].group.size}; "
+                "a model is sharded once, as a whole"
+            )
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+            raise UsageError(
+                f"{type(model).__name__}: {path or 'it'} is a {type(module).__name__} already; shard takes models "
+                "of whole layers"
+            )
+
+
+def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
+    """Make `model` this rank's part of itself. `analysis.ok` holds, for `group.size` ranks."""
+    assert analysis.ok and analysis.tp == group.size
+    shapes = {n: t.shape for n, t in analysis.inventory.tensors().items() if n in analysis.layouts}
+    remembered = Sharded(
+        analysis.plan, group, dict(analysis.layouts), shapes, dict(analysis.inventory.aliases),
+        analysis.certainty, analysis.modes,
+    )  # fmt: skip
+    if group.size > 1:
+        for placed in analysis.matches.placed.values():
+            if placed.target == "module" and placed.layouts:
+                _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group)
+        _cut(model, analysis.layouts, group.rank)
+        for path in analysis.random:
+            use_rank_stream(model.get_submodule(path), group)
+        if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
+            model.register_forward_pre_hook(_refuse_training)
+    model.__dict__[_KEY] = remembered
+    return model
+
+
+def _adopt(module: nn.Module, placed: Placed, layouts: Mapping[str, Shard], group: Group) -> None:
+    shard = layouts[f"{placed.path}.weight" if placed.path else "weight"]
+    if placed.style == "column":
+        assert isinstance(module, nn.Linear)
+        ColumnParallelLinear.adopt(module, shard=shard, group=group, gather_output=placed.rule.gather_output)
+    elif placed.style == "row":
+        assert isinstance(module, nn.Linear)
+        RowParallelLinear.adopt(module, shard=shard, group=group, input_is_parallel=not placed.rule.split_input)
+    else:
+        assert isinstance(module, nn.Embedding)
+        VocabParallelEmbedding.adopt(module, shard=shard, group=group)
+
+
+def _cut(model: nn.Module, layouts: Mapping[str, Shard], rank: int) -> None:
+    """Each cut tensor, once, becomes its part; the whole storage is freed."""
+    done: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                shard = layouts.get(f"{path}.{key}" if path else key)
+                if tensor is None or shard is None or id(tensor) in done:
+                    continue
+                done.add(id(tensor))
+                gradient = tensor.grad
+                tensor.grad = None
+                with torch.no_grad():
+                    tensor.data = take(tensor.data, shard, rank)
+                    if gradient is not None:
+                        tensor.grad = take(gradient, shard, rank)
+
+
+def _refuse_training(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if model.training:
+        raise UnprovenPath(
+            f"{type(model).__name__}: its forward could not be traced in train mode when it was sharded, so nothing "
+            "is proven about it; call model.eval(), or shard with inputs= with which the train forward runs"
+        )
