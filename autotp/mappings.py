@@ -211,15 +211,16 @@ class _Linear(torch.autograd.Function):
         _, ctx.there, ctx.back, ctx.group, ctx.cut = inputs
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        return _Linear.apply(dy, ctx.back, ctx.there, ctx.group, ctx.cut), None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        dx = _Linear.apply(dy, ctx.back, ctx.there, ctx.group, ctx.cut)  # type: ignore[no-untyped-call]
+        return dx, None, None, None, None
 
 
 def _apply(name: str, x: Tensor, group: Group, cut: Cut | None) -> Tensor:
     """Map `x`; a value without a gradient needs no node in the graph."""
     row = MAPPINGS[name]
-    mapped: Tensor = _Linear.apply(x, row.forward, row.backward, group, cut)
-    return mapped
+    y: Tensor = _Linear.apply(x, row.forward, row.backward, group, cut)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _whole_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard | None) -> Cut:

@@ -35,7 +35,7 @@ def _seeded(seed: int) -> Iterator[None]:
     mixed = (drawn ^ (seed * SPREAD)) % 2**63
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
-        torch.random.default_generator.manual_seed(mixed)
+        torch.default_generator.manual_seed(mixed)
         if on_cuda:
             torch.cuda.manual_seed(mixed)
         yield

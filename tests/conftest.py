@@ -1,12 +1,15 @@
-"""Fixtures for all tests: real gloo ranks, and a clean torch between tests."""
+"""Fixtures for all tests: real gloo ranks, and every way to be several ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
+from autotp.comm import group_of, simulate
 from tests import ranks as workers
 
 
@@ -19,3 +22,32 @@ def ranks() -> Iterator[Callable[[int], Callable[..., list[Any]]]]:
 
     yield of
     workers.stop_all()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs a scenario `scenario(group, *args)` as every rank of a group: `run(scenario, *args)`."""
+
+    kind: str
+    size: int
+    ranks: Callable[[int], Callable[..., list[Any]]]
+
+    def __call__(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        if self.kind == "gloo":
+            return self.ranks(self.size)(as_rank, scenario, *args)
+        torch.manual_seed(0)
+        return simulate(self.size, lambda group: scenario(group, *args))
+
+
+def as_rank(rank: int, size: int, scenario: Callable[..., Any], *args: Any) -> Any:
+    """A scenario on a worker, with the worker's group."""
+    return scenario(group_of(None), *args)
+
+
+@pytest.fixture(
+    params=[("gloo", 2), ("simulated", 2), ("simulated", 3), ("simulated", 4)],
+    ids=lambda param: f"{param[1]}-{param[0]}",
+)
+def run(request: pytest.FixtureRequest, ranks: Callable[[int], Callable[..., list[Any]]]) -> Run:
+    """Every way to be several ranks: two real ones, and 2, 3 and 4 simulated."""
+    return Run(*request.param, ranks)

@@ -23,6 +23,7 @@ from typing import Any
 TIMEOUT = 120.0
 AFTER_A_FAILURE = 10.0
 """Seconds that the other ranks get when one has raised: they may wait for it in a collective."""
+FINE, FAILED = b"+", b"-"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -58,7 +59,11 @@ class Pool:
             port, store = listener.address[1], free_port()
             self.processes = [
                 subprocess.Popen(
-                    [sys.executable, "-c", f"from tests.ranks import work; work{port, rank, self.size, store}"],
+                    [
+                        sys.executable,
+                        "-c",
+                        f"from tests.ranks import work; work{port, rank, self.size, store}",
+                    ],
                     env=environment,
                     cwd=ROOT,
                 )
@@ -74,10 +79,10 @@ class Pool:
         message = pickle.dumps((function.__module__, function.__qualname__, args))
         for pipe in self.pipes:
             pipe.send_bytes(message)
-        answers: dict[int, tuple[bool, Any]] = {}
+        answers: dict[int, bytes] = {}
         while len(answers) < self.size:
             open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-            failed = [rank for rank, (fine, _) in answers.items() if not fine]
+            failed = any(answer[:1] == FAILED for answer in answers.values())
             ready = wait(open_pipes, timeout=min(timeout, AFTER_A_FAILURE) if failed else timeout)
             if not ready:
                 self.stop()
@@ -89,16 +94,16 @@ class Pool:
                 assert isinstance(pipe, Connection)
                 rank = self.pipes.index(pipe)
                 try:
-                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                    answers[rank] = pipe.recv_bytes()
                 except EOFError:
                     self.stop()
                     raise RankError(f"rank {rank} of {self.size} ended in {function.__qualname__}") from None
-        for rank, (fine, value) in sorted(answers.items()):
-            if not fine:
-                error, text = value
+        for rank, answer in sorted(answers.items()):
+            if answer[:1] == FAILED:
+                error, text = pickle.loads(answer[1:])
                 error.add_note(f"on rank {rank} of {self.size}:\n{text}")
                 raise error
-        return [answers[rank][1] for rank in range(self.size)]
+        return [pickle.loads(answers[rank][1:]) for rank in range(self.size)]
 
     def stop(self) -> None:
         """End the workers."""
@@ -127,19 +132,19 @@ def stop_all() -> None:
 
 
 def _answer(function: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...]) -> bytes:
-    """What a call gives, pickled: (True, result) or (False, (exception, traceback))."""
+    """What a call gives: FINE and the pickled result, or FAILED and (exception, traceback)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return pickle.dumps((True, function(rank, size, *args)))
+            return FINE + pickle.dumps(function(rank, size, *args))
     except Exception as error:
         text = traceback.format_exc()
         try:
-            answer = pickle.dumps((False, (error, text)))
+            answer = pickle.dumps((error, text))
             pickle.loads(answer)
-            return answer
+            return FAILED + answer
         except Exception:
-            return pickle.dumps((False, (RankError(f"{type(error).__name__}: {error}"), text)))
+            return FAILED + pickle.dumps((RankError(f"{type(error).__name__}: {error}"), text))
 
 
 def work(port: int, rank: int, size: int, store: int) -> None:

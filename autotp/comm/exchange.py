@@ -11,9 +11,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch.distributed import Store
+from typing import Any, Protocol
 
 from autotp.diagnostic import UsageError
 
@@ -22,6 +20,16 @@ __all__ = ["exchange_through"]
 POLL = 0.005
 GRACE = 5.0
 """Seconds to wait for ranks outside the group, whose calls can only bring a conflict to light."""
+
+
+class Store(Protocol):
+    """What is needed of a torch.distributed store."""
+
+    def add(self, key: str, value: int) -> int: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def get(self, key: str) -> bytes: ...
+    def set(self, key: str, value: bytes) -> None: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(frozen=True)

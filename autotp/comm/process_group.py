@@ -17,13 +17,9 @@ from autotp.diagnostic import UsageError
 __all__ = ["ProcessGroupGroup", "group_of"]
 
 T = TypeVar("T")
-# torch 2.13 renamed these two
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
-_reduced_wide = {torch.int16: torch.int32}
+_reduced_as = {torch.int16: torch.int32}  # gloo knows no 16-bit integers and no 8-bit floats
+_moved_as_bytes = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 class ProcessGroupGroup:
@@ -38,14 +34,11 @@ class ProcessGroupGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks: a new tensor."""
+        if x.dtype in _reduced_as:
+            return self.all_reduce(x.to(_reduced_as[x.dtype])).to(x.dtype)
         total = contiguous_copy(x)
-        if x.numel() == 0:
-            return total
-        if x.dtype in _reduced_wide:  # gloo knows no 16-bit integers
-            wide = total.to(_reduced_wide[x.dtype])
-            dist.all_reduce(wide, group=self.process_group)
-            return wide.to(x.dtype)
-        dist.all_reduce(total, group=self.process_group)
+        if x.numel() > 0:
+            dist.all_reduce(total, group=self.process_group)
         return total
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -65,7 +58,7 @@ class ProcessGroupGroup:
             padded = front.contiguous()
         every = padded.new_empty((self.size * largest, *padded.shape[1:]))
         if every.numel() > 0:
-            _all_gather(every, padded, group=self.process_group)
+            dist.all_gather_single(every, padded, group=self.process_group)
         if any(size != largest for size in sizes):
             every = torch.cat([every.narrow(0, r * largest, size) for r, size in enumerate(sizes)])
         return every.movedim(0, dim).contiguous()
@@ -80,16 +73,18 @@ class ProcessGroupGroup:
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """This rank's block of the sum; uneven blocks are padded to the largest and narrowed."""
+        if x.dtype in _reduced_as:
+            return self.reduce_scatter(x.to(_reduced_as[x.dtype]), dim, sizes).to(x.dtype)
         largest = max(sizes)
         blocks = []
-        for block in x.movedim(dim, 0).split(list(sizes)):
+        for block in torch.split(x.movedim(dim, 0), list(sizes)):
             blocks.append(block)
             if block.shape[0] < largest:
                 blocks.append(block.new_zeros((largest - block.shape[0], *block.shape[1:])))
         padded = torch.cat(blocks).contiguous()  # (size * largest, ...)
         mine = padded.new_empty((largest, *padded.shape[1:]))
         if mine.numel() > 0:
-            _reduce_scatter(mine, padded, group=self.process_group)
+            dist.reduce_scatter_single(mine, padded, group=self.process_group)
         return mine[: sizes[self.rank]].movedim(0, dim).contiguous()
 
     def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
@@ -115,9 +110,6 @@ class ProcessGroupGroup:
         return f"ProcessGroupGroup(rank={self.rank}, size={self.size}, ranks={list(self.members)})"
 
 
-_moved_as_bytes = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
-
-
 def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:
     """The group of a pickled `ProcessGroupGroup`, in the same or a restarted process of its rank."""
     if not dist.is_initialized():
@@ -126,7 +118,8 @@ def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:
             "torch.distributed before it is loaded"
         )
     same = [known for known in _known.values() if known.members == members]
-    group = next((known for known in same if known.process_group.group_name == name), *same[:1] or [None])
+    named = [known for known in same if known.process_group.group_name == name]
+    group = next(iter(named + same), None)
     if group is None and members == tuple(range(dist.get_world_size())):
         group = _wrapped(dist.group.WORLD, members)
     if group is None:
@@ -139,7 +132,9 @@ def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:
     return group
 
 
-def _wrapped(process_group: Any, everyone: tuple[int, ...] | None) -> ProcessGroupGroup:
+def _wrapped(
+    process_group: dist.ProcessGroup | int | None, everyone: tuple[int, ...] | None
+) -> ProcessGroupGroup:
     """The one `ProcessGroupGroup` of a process group; `everyone` are the ranks that make the same calls."""
     if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise UsageError(f"rank {dist.get_rank()} is not in the group that it was given")
@@ -154,7 +149,7 @@ def _wrapped(process_group: Any, everyone: tuple[int, ...] | None) -> ProcessGro
     return known
 
 
-def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | None = None) -> Group:
+def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | int | None = None) -> Group:
     """The tensor-parallel group that `mesh` means for this rank.
 
     A 1-D DeviceMesh, or the axis named "tp" of a larger one; a process group; a `Group` as it is;
@@ -185,10 +180,10 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | None = None) -> Grou
         if not (dist.is_available() and dist.is_initialized()):
             return GroupOfOne()
         return _wrapped(dist.group.WORLD, tuple(range(dist.get_world_size())))
-    if isinstance(mesh, dist.ProcessGroup) or mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        return _wrapped(mesh, None)
     if isinstance(mesh, Group):
         return mesh
+    if isinstance(mesh, dist.ProcessGroup | int):  # an int is what torch gives ranks outside of a new group
+        return _wrapped(mesh, None)
     raise UsageError(
         f"a mesh is a DeviceMesh, a ProcessGroup, a Group or None, not {type(mesh).__name__} ({mesh!r})"
     )

@@ -173,7 +173,7 @@ class SimulatedGroup:
             )
 
         def combine(values: list[Tensor]) -> list[Tensor]:
-            blocks = _sum(values).split(list(sizes), dim)
+            blocks = torch.split(_sum(values), list(sizes), dim)
             return [block.clone(memory_format=torch.contiguous_format) for block in blocks]
 
         terms = (x.dtype, tuple(x.shape), f"dim={dim}", f"sizes={list(sizes)}")
@@ -208,7 +208,7 @@ def _sums(values: list[Tensor]) -> list[Tensor]:
 
 def _read_globals() -> tuple[Any, ...]:
     """What is global in a process and belongs to a rank."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return (
         torch.get_rng_state(),
         cuda,
@@ -309,7 +309,7 @@ def simulate(tp: int, function: Callable[[SimulatedGroup], T]) -> list[T]:
     finally:
         _write_globals(before)
     if room.failure is not None:
-        rank, error = room.failure
-        error.add_note(f"in simulated rank {rank} of {tp}")
-        raise error
+        rank, fault = room.failure
+        fault.add_note(f"in simulated rank {rank} of {tp}")
+        raise fault
     return results

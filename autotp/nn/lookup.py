@@ -50,7 +50,7 @@ class _Lookup(torch.autograd.Function):
         ctx.save_for_backward(ids)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         rows = ctx.rows
         position, _ = _positions(ids, ctx.start, rows, foreign_to=rows, vocab_size=None)
@@ -95,7 +95,9 @@ def lookup(
     >>> lookup(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 4, 5]), start=4).tolist()
     [[0.0], [1.0], [2.0]]
     """
-    rows: Tensor = _Lookup.apply(table, ids, start, vocab_size, padding_idx, scale_grad_by_freq, sparse)
+    rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+        table, ids, start, vocab_size, padding_idx, scale_grad_by_freq, sparse
+    )
     return rows
 
 
