@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotp.diagnostic import Span
 from autotp.trace.source import caller_span
 
-__all__ = ["Output", "Trace", "TraceError", "Val", "record"]
+__all__ = ["Output", "Trace", "TraceError", "Val", "record", "tensors_in"]
 
 Boundary = Callable[[str, Any], Any]
 
@@ -293,7 +293,7 @@ class _Recorder(SchemaCheckMode):
     def finish(self, out: Any) -> None:
         """Close the graph with the tensors that the forward returned."""
         nodes = []
-        for name, tensor, cached in _tensors_in(out):
+        for name, tensor, cached in tensors_in(out):
             node = self._node(tensor)
             nodes.append(node)
             self.trace.outputs.append(Output(name, node, cached))
@@ -326,7 +326,7 @@ def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         return None
 
 
-def _tensors_in(
+def tensors_in(
     out: Any, name: str = "", cached: bool = False, depth: int = 0
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every tensor in a result, also inside objects that are no plain containers."""
@@ -336,15 +336,15 @@ def _tensors_in(
         return
     elif isinstance(out, Mapping):
         for key, value in out.items():
-            yield from _tensors_in(value, f"{name}.{key}" if name else str(key), cached, depth + 1)
+            yield from tensors_in(value, f"{name}.{key}" if name else str(key), cached, depth + 1)
     elif isinstance(out, (list, tuple, set)):
         for index, value in enumerate(out):
-            yield from _tensors_in(value, f"{name}[{index}]", cached, depth + 1)
+            yield from tensors_in(value, f"{name}[{index}]", cached, depth + 1)
     elif hasattr(out, "__dict__") and not isinstance(out, (type, nn.Module)):
         # transformers' caches come back into the same model: what they hold stays local on purpose.
         cache = any(c.__module__ == "transformers.cache_utils" for c in type(out).__mro__)
         for key, value in vars(out).items():
-            yield from _tensors_in(value, f"{name}.{key}", cached or cache, depth + 1)
+            yield from tensors_in(value, f"{name}.{key}", cached or cache, depth + 1)
 
 
 # -- fakes, flags, and leaving no trace

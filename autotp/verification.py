@@ -1,0 +1,329 @@
+"""Run every rank of a plan in one process, and compare with the unsharded model.
+
+The proof shows that a rank's run is its part of the whole run; this shows the numbers: outputs on every
+rank, the gradient of every parameter and input, and the state_dict merged from all ranks.
+
+    max|Δoutput| <= tol · max(1, max|output|)
+    max|Δg|      <= tol · max(max|g|, 1e-3 · the largest gradient of the model)      for every parameter
+
+The floor is there because some true gradients are zero (a key's bias before a softmax).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autotp.analysis import Analysis
+from autotp.comm import Group, simulate
+from autotp.diagnostic import UsageError
+from autotp.placement import Shard
+from autotp.rewrite.apply import apply
+from autotp.slicing import merge
+from autotp.trace.inputs import Samples, make
+from autotp.trace.recorder import TraceError, Val, record, tensors_in
+
+__all__ = ["Verification", "compare"]
+
+FLOOR = 1e-3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far the sharded model is from the unsharded one.
+
+    - `max_output_diff`   the largest |difference| of an output element, over all ranks
+    - `max_grad_diff`     the largest |difference| of a gradient, relative as above, over all parameters
+    - `worst_parameter`   the parameter or input with that gradient
+    - `tolerance`         what both are held to: by the least precise dtype that the forward computes in
+    - `zero_gradients`    parameters whose true gradient is zero, so that only the floor compares them
+    - `state_dict_equal`  whether the ranks' parts merge to the original, bit for bit
+    - `collectives`       per rank, {"forward": {name: count}, "backward": {name: count}}
+    """
+
+    ok: bool
+    max_output_diff: float
+    max_grad_diff: float
+    worst_parameter: str
+    tolerance: float
+    state_dict_equal: bool
+    modes: tuple[str, ...]
+    zero_gradients: tuple[str, ...] = ()
+    collectives: tuple[Mapping[str, Mapping[str, int]], ...] = ()
+
+    def __str__(self) -> str:
+        state = "equal" if self.state_dict_equal else "DIFFERENT"
+        worst = f" ({self.worst_parameter})" if self.worst_parameter else ""
+        return (
+            f"{'ok' if self.ok else 'WRONG'}: outputs differ by {self.max_output_diff:.1e}, gradients by "
+            f"{self.max_grad_diff:.1e}{worst}, tolerance {self.tolerance:.0e}; merged state_dict {state}; "
+            f"modes {', '.join(self.modes)}"
+        )
+
+
+@dataclass
+class _Run:
+    """One forward and backward of one rank, or of the unsharded model."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    collectives: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+def compare(model: nn.Module, analysis: Analysis, *, inputs: Any, weights: str, dtype: torch.dtype | None) -> Verification:
+    """Verify an analysis that is ok; `autotp.verify` has the arguments."""
+    if weights not in ("random", "own"):
+        raise UsageError(f'weights is "random" or "own", not {weights!r}')
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise UsageError("verify computes, so it needs a model with weights; this one is on the meta device")
+    base = _prepared(model, weights, dtype)
+    samples = _cast(make(base, inputs), dtype)
+    tolerance = _tolerance(base, samples)
+    modes = ["eval"] + ["train"] * ("train" in analysis.modes and not _random_in_train(base, samples))
+    output = gradient = 0.0
+    worst, equal, zero = "", True, []
+    collectives: tuple[Mapping[str, Mapping[str, int]], ...] = ()
+    for mode in modes:
+        base.train(mode == "train")
+        reference = _run(copy.deepcopy(base), samples)
+        copies = [copy.deepcopy(base) for _ in range(analysis.tp)]
+
+        def rank(group: Group) -> _Run:
+            local = copies[group.rank]
+            counted = _Counting(group)
+            apply(local, analysis, counted)
+            return _run(local, samples, counted)
+
+        with _foreign(model, base) as ran:
+            runs = simulate(analysis.tp, rank)
+        if ran:
+            raise UsageError(
+                f"{type(model).__name__}: its {ran[0]} runs from a copy of the model too: the model holds a "
+                "reference to a part of itself that deepcopy does not follow, so ranks cannot be simulated"
+            )
+        output = max([output, *(_difference(reference.outputs, run.outputs) for run in runs)])
+        for name, (diff, is_zero) in _gradients(reference, runs, analysis.layouts).items():
+            if diff > gradient or not worst:
+                gradient, worst = max(diff, gradient), name
+            if is_zero and name not in zero:
+                zero.append(name)
+        equal = equal and _merged_equal(base, runs, analysis.layouts)
+        collectives = tuple(run.collectives for run in runs)
+    scale = max([1.0, *(float(o.abs().max()) for o in reference.outputs if o.numel())])
+    ok = output <= tolerance * scale and gradient <= tolerance and equal
+    return Verification(
+        ok, output, gradient, worst, tolerance, equal, tuple(modes), tuple(zero), collectives
+    )
+
+
+def _prepared(model: nn.Module, weights: str, dtype: torch.dtype | None) -> nn.Module:
+    """A copy to compute with: in `dtype`, with weights that hide nothing, every parameter trainable."""
+    try:
+        base = copy.deepcopy(model)
+    except Exception as error:
+        raise UsageError(f"{type(model).__name__} cannot be deep-copied, so ranks cannot be simulated: {error}") from error
+    if dtype is not None:
+        base = base.to(dtype)
+    if weights == "random":
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in base.parameters():
+                if not parameter.is_floating_point():
+                    continue
+                parameter.requires_grad_()
+                drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+                normal = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
+                around_one = parameter.dim() == 1 and bool((parameter == 1).all())  # a norm's weight
+                parameter.copy_((0.5 + drawn) if around_one else normal)
+    return base
+
+
+def _cast(samples: Samples, dtype: torch.dtype | None) -> Samples:
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.detach().to(dtype or value.dtype)
+        return value
+
+    args, kwargs = pytree.tree_map(cast, (tuple(samples.args), dict(samples.kwargs)))
+    return Samples(args, kwargs, samples.origin)
+
+
+def _tolerance(model: nn.Module, samples: Samples) -> float:
+    """By the least precise floating dtype in the traced forward: models upcast to float32 by hand."""
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    try:
+        for node in record(model, samples.args, samples.kwargs).ops():
+            vals = node.meta["val"]
+            for val in vals if isinstance(vals, list) else [vals]:
+                if isinstance(val, Val) and val.dtype in TOLERANCE:
+                    floats.add(val.dtype)
+    except TraceError:
+        pass
+    return max((TOLERANCE.get(d, 1e-5) for d in floats), default=1e-9)
+
+
+def _random_in_train(model: nn.Module, samples: Samples) -> bool:
+    """Whether two train forwards of the same inputs differ: then train mode cannot be compared."""
+    model.train()
+    with torch.no_grad():
+        first, second = (
+            [t for _, t, _ in tensors_in(copy.deepcopy(model)(*samples.args, **samples.kwargs))] for _ in range(2)
+        )
+    return any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -> _Run:
+    """One forward and backward; the loss weighs every output element with a fixed random number."""
+    leaves: dict[str, Tensor] = {}
+
+    def leaf(path: Any, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.detach().clone().requires_grad_()
+            leaves[f"input {pytree.keystr(path)}"] = value
+        return value
+
+    args, kwargs = pytree.tree_map_with_path(leaf, (tuple(samples.args), dict(samples.kwargs)))
+    run = _Run()
+    if counted is not None:
+        counted.phase("forward")
+    out = model(*args, **kwargs)
+    outputs = [t for _, t, cached in tensors_in(out) if not cached]
+    generator = torch.Generator().manual_seed(1)
+    loss: Tensor | None = None
+    for tensor in outputs:
+        run.outputs.append(tensor.detach().clone())
+        if tensor.requires_grad and tensor.is_floating_point():
+            weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+            term = (tensor * weight).sum()
+            loss = term if loss is None else loss + term
+    if counted is not None:
+        counted.phase("backward")
+    if loss is not None:
+        loss.backward()
+    for name, tensor in (*model.named_parameters(), *leaves.items()):
+        if tensor.grad is not None:
+            run.gradients[name] = tensor.grad.detach().clone()
+    run.state = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    run.collectives = counted.counts if counted is not None else {}
+    return run
+
+
+def _difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    if [t.shape for t in wanted] != [t.shape for t in got]:
+        return float("inf")
+    return max((_distance(a, b) for a, b in zip(wanted, got, strict=True)), default=0.0)
+
+
+def _distance(wanted: Tensor, got: Tensor) -> float:
+    """The largest |difference|; a NaN on one side only is infinitely far."""
+    if not wanted.numel():
+        return 0.0
+    a, b = wanted.to(torch.float64), got.to(torch.float64)
+    same = (a == b) | (a.isnan() & b.isnan())
+    far = torch.where(same, torch.zeros_like(a), (a - b).abs())
+    return float(torch.nan_to_num(far, nan=float("inf")).max())
+
+
+def _gradients(
+    reference: _Run, runs: Sequence[_Run], layouts: Mapping[str, Shard]
+) -> dict[str, tuple[float, bool]]:
+    """name -> (relative difference over all ranks, whether the true gradient is zero)."""
+    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    found: dict[str, tuple[float, bool]] = {}
+    names = dict.fromkeys([*reference.gradients, *(n for run in runs for n in run.gradients)])
+    for name in names:
+        wanted = reference.gradients.get(name)
+        parts = [run.gradients.get(name) for run in runs]
+        if wanted is None or any(p is None for p in parts):
+            found[name] = (float("inf"), False)
+            continue
+        shard = layouts.get(name)
+        got = [merge(parts, shard)] if shard is not None else parts
+        own = float(wanted.abs().max()) if wanted.numel() else 0.0
+        scale = max(own, FLOOR * largest) or 1.0
+        difference = max(_distance(wanted, g) if g.shape == wanted.shape else float("inf") for g in got if g is not None)
+        found[name] = (difference / scale, own <= 1e-12 * largest)
+    return found
+
+
+def _merged_equal(base: nn.Module, runs: Sequence[_Run], layouts: Mapping[str, Shard]) -> bool:
+    """Whether the ranks' parts give back every parameter (buffers may change in a train forward)."""
+    for name, tensor in base.named_parameters():
+        parts = [run.state[name] for run in runs]
+        shard = layouts.get(name)
+        whole = [merge(parts, shard)] if shard is not None else parts
+        if any(w.shape != tensor.shape or not torch.equal(w, tensor.detach()) for w in whole):
+            return False
+    return True
+
+
+class _foreign:
+    """Watches whether modules of the originals run while only their copies should."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        self.models = models
+        self.ran: list[str] = []
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> list[str]:
+        for model in self.models:
+            for path, module in model.named_modules():
+                self.handles.append(module.register_forward_pre_hook(self._noting(path)))
+        return self.ran
+
+    def _noting(self, path: str) -> Callable[..., None]:
+        def note(*_: Any) -> None:
+            self.ran.append(path)
+
+        return note
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class _Counting:
+    """A group that counts its collectives by phase."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+        self._phase = "forward"
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.counts[self._phase]["all-reduce"] += 1
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        self.counts[self._phase]["all-gather"] += 1
+        return self._group.all_gather(x, dim, sizes)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        self.counts[self._phase]["reduce-scatter"] += 1
+        return self._group.reduce_scatter(x, dim, sizes)
+
+    def exchange(self, obj: Any, *, timeout: float = 60.0) -> list[Any]:
+        return self._group.exchange(obj, timeout=timeout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Counting:
+        return self
