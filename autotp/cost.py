@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from autotp.diagnostic import Diagnostic
 from autotp.inventory import Inventory, TensorInfo
+from autotp.pattern import strongest
 from autotp.placement import Shard
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Reason:
     tensors: int
     nbytes: int
     matrices: bool
-    stated: bool  # the plan says `replicate`
+    told: bool  # the plan says `replicate`, or a finding says why its rule is refused
     first: str  # the first of the tensors, by its full name
 
 
@@ -194,20 +195,23 @@ def collapsed(path: str) -> str:
 def left_whole(inventory: Inventory, matches: Matches, layouts: Mapping[str, Shard]) -> tuple[Reason, ...]:
     """What every rank holds whole, largest first, layers taken together, each with its reason."""
     groups: dict[tuple[str, str], list[TensorInfo]] = {}
-    stated: set[str] = set()
+    told: set[str] = set()
     for tensor in _own(inventory):
         if tensor.name in layouts:
             continue
-        placed = matches.placed.get(tensor.name) or matches.placed.get(tensor.name.rpartition(".")[0])
-        if placed is None:
-            why = "no rule matches it"
-        elif placed.style == "replicate":
-            why = f"the rule `{placed.pattern}: replicate` says so"
-            stated.add(collapsed(tensor.name))
-        elif tensor.name in placed.layouts:
-            why = f"the rule `{placed.pattern}: {placed.style}` is not proven for it"
+        owner = tensor.name.rpartition(".")[0]
+        placed = matches.placed.get(tensor.name) or matches.placed.get(owner)
+        patterns = strongest(matches.plan.rules, tensor.name) or strongest(matches.plan.rules, owner)
+        if placed is not None and placed.style == "replicate":
+            why = f"`{placed.pattern}: replicate` says so"
+            told.add(collapsed(tensor.name))
+        elif placed is not None:
+            why = f"`{placed.pattern}: {placed.style}` leaves it whole"
+        elif patterns:
+            why = f"its rule `{patterns[0]}` is refused"
+            told.add(collapsed(tensor.name))
         else:
-            why = f"the rule `{placed.pattern}: {placed.style}` leaves it whole"
+            why = "no rule matches it"
         groups.setdefault((collapsed(tensor.name), why), []).append(tensor)
     reasons = [
         Reason(
@@ -216,7 +220,7 @@ def left_whole(inventory: Inventory, matches: Matches, layouts: Mapping[str, Sha
             tensors=len(tensors),
             nbytes=sum(t.nbytes for t in tensors),
             matrices=any(len(t.shape) > 1 for t in tensors),
-            stated=name in stated,
+            told=name in told,
             first=tensors[0].name,
         )
         for (name, why), tensors in groups.items()
@@ -234,11 +238,11 @@ def cost_findings(
     """
     total = sum(tensor.nbytes for tensor in _own(inventory))
     fraction = sharded_fraction(inventory, layouts)
-    if not layouts:
+    if not fraction:
         return (
             Diagnostic(
                 NOTHING,
-                "the plan shards nothing: every rank would hold the whole model",
+                "the plan shards no matrix: every rank would hold the whole model",
                 notes=(f"{len(matches.placed)} modules and tensors are matched, none of them is cut",),
                 help=("give the large matrices a column, row or vocab rule",),
             ),
@@ -262,7 +266,7 @@ def cost_findings(
 
 
 def _is_large(reason: Reason, total: int) -> bool:
-    return reason.matrices and not reason.stated and reason.nbytes >= LARGE * total
+    return reason.matrices and not reason.told and reason.nbytes >= LARGE * total
 
 
 def _large(reason: Reason, total: int) -> Diagnostic:

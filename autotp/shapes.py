@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from autotp.analysis import NAMES_AND_SHAPES, Analysis
 from autotp.cost import cost_findings, expected_collectives
-from autotp.diagnostic import UsageError, errors
-from autotp.inventory import Inventory
+from autotp.diagnostic import Diagnostic, errors
+from autotp.inventory import Inventory, ModuleInfo, TensorInfo
 from autotp.match import match
 from autotp.plan import Plan
 
-__all__ = ["analyze_headers", "analyze_shapes", "checked_tp"]
-
-
-def checked_tp(tp: int) -> int:
-    """The number of ranks, when it is one. Raises UsageError otherwise."""
-    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise UsageError(f"tp must be a whole number of ranks, at least 1, not {tp!r}")
-    return tp
+__all__ = ["analyze_headers", "analyze_shapes", "as_stored"]
 
 
 def analyze_shapes(inventory: Inventory, plan: Plan, *, tp: int, plan_name: str = "") -> Analysis:
@@ -27,7 +21,7 @@ def analyze_shapes(inventory: Inventory, plan: Plan, *, tp: int, plan_name: str 
     Never raises for a bad plan: the findings are in `diagnostics`. Raises UsageError for an impossible
     tp. Layouts are not proven, and collectives are those that the styles imply.
     """
-    matches = match(plan, inventory, checked_tp(tp))
+    matches = match(plan, inventory, tp)
     findings = matches.diagnostics
     if matches.layouts or not errors(findings):  # a plan without one right rule has its errors already
         findings += cost_findings(inventory, matches, matches.layouts)
@@ -52,3 +46,37 @@ def analyze_headers(path: str | Path, plan: Plan, *, tp: int, plan_name: str = "
     from autotp.checkpoint.inventory import inventory
 
     return analyze_shapes(inventory(path), plan, tp=tp, plan_name=plan_name)
+
+
+def as_stored(analysis: Analysis, stored: Inventory) -> Analysis:
+    """The analysis of a model that config.json describes, with the dtypes that its checkpoint stores.
+
+    A tensor whose shape is another one in the checkpoint than by config.json is an error, AT420.
+    """
+    headers = stored.tensors()
+    findings: list[Diagnostic] = []
+
+    def told(tensor: TensorInfo) -> TensorInfo:
+        header = headers.get(tensor.name)
+        if header is None:
+            return tensor
+        if header.shape != tensor.shape:
+            findings.append(_disagreement(header, tensor))
+        return replace(tensor, dtype=header.dtype, itemsize=header.itemsize)
+
+    def told_module(module: ModuleInfo) -> ModuleInfo:
+        return replace(module, tensors={name: told(tensor) for name, tensor in module.tensors.items()})
+
+    modules = {path: told_module(module) for path, module in analysis.inventory.modules.items()}
+    inventory = replace(analysis.inventory, modules=modules, name=stored.name)
+    return replace(analysis, inventory=inventory, diagnostics=(*analysis.diagnostics, *findings))
+
+
+def _disagreement(header: TensorInfo, tensor: TensorInfo) -> Diagnostic:
+    shapes = [list(header.shape), list(tensor.shape)]
+    return Diagnostic(
+        "AT420",
+        f"{shapes[0]} in the checkpoint, and {shapes[1]} by its config.json",
+        module=tensor.name,
+        help=("config.json belongs to other weights; get both from one place",),
+    )

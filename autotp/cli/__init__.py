@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from autotp.cli import check, convert, merge, plan, plans
+from autotp.cli import check, convert, plan, plans
 from autotp.cli.console import INTERRUPTED
 
 __all__ = ["app", "main"]
@@ -27,8 +27,8 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("check")(check.command)
-app.command("convert")(convert.command)
-app.command("merge")(merge.command)
+app.command("convert")(convert.convert)
+app.command("merge")(convert.merge)
 app.command("plans")(plans.command)
 
 

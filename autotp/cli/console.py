@@ -26,6 +26,7 @@ __all__ = [
     "write",
 ]
 
+UNREADABLE = "AT101"  # no plan file of that name, or one that cannot be read
 FINE, FINDINGS, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 Arguments = ParamSpec("Arguments")
@@ -55,13 +56,20 @@ def complain(message: str) -> None:
     from autotp.report.text import paint
 
     label = paint("error", "error", colourful(sys.stderr))
-    print(f"{label}: {message.removeprefix('error: ')}", file=sys.stderr)
+    text = message.removeprefix("error")
+    print(label + (text if text.startswith("[") else f": {text.removeprefix(': ')}"), file=sys.stderr)
 
 
 def report_findings(diagnostics: tuple[Diagnostic, ...], format: Format = Format.text) -> int:
-    """Write findings alone, in the wanted form; returns the exit code that they mean."""
+    """Write findings alone, in the wanted form; returns the exit code that they mean.
+
+    A plan file that cannot be read is no finding about a plan: it is said on stderr.
+    """
     from autotp.report import findings
 
+    if any(finding.code == UNREADABLE for finding in diagnostics):
+        complain("\n\n".join(finding.render() for finding in diagnostics))
+        return USAGE
     if format is Format.json:
         write(findings.as_json(diagnostics))
     elif format is Format.html:

@@ -16,8 +16,8 @@ __all__ = ["command"]
 
 @guarded
 def command(
-    target: Annotated[str, typer.Argument(help=TARGET, show_default=False)],
-    tp: Annotated[int, typer.Option("--tp", metavar="N", help="Number of ranks.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET, show_default=False)],
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)],
     plan: Annotated[
         str | None,
         typer.Option(

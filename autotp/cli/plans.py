@@ -15,7 +15,9 @@ __all__ = ["command"]
 
 @guarded
 def command(
-    name: Annotated[str | None, typer.Argument(help="Print this shipped plan.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Print this shipped plan.", show_default=False)
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a plan file.")] = False,
 ) -> int:
     """List the shipped plans, or print one of them, to copy and change.
@@ -26,22 +28,21 @@ def command(
       autotp plans llama > my-plan.yaml
       autotp plans --schema > plan.schema.json
     """
-    from autotp.plan import Plan
+    from autotp.plan import Plan, shipped_plans
     from autotp.report.words import count
     from autotp.shipped import plans_folder
 
     if schema and name is not None:
         raise UsageError("--schema describes every plan: leave out the name")
+    names = shipped_plans()
     if schema:
-        write(json.dumps(Plan.model_json_schema(), indent=2))
-        return FINE
-    files = {path.stem: path for path in sorted(plans_folder().glob("*.yaml"))}
-    if name is None:
-        width = max(map(len, files), default=0)
-        for stem, path in files.items():
-            write(f"{stem.ljust(width)}  {count(len(Plan.load(path).rules), 'rule')}")
-    elif name in files:
-        write(files[name].read_text(encoding="utf-8"))
+        write(json.dumps(Plan.json_schema(), indent=2))
+    elif name is None:
+        width = max(map(len, names), default=0)
+        for shipped in names:
+            write(f"{shipped.ljust(width)}  {count(len(Plan.load(shipped).rules), 'rule')}")
+    elif name in names:
+        write((plans_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
     else:
-        raise UsageError(f"no plan {name!r} is shipped\n  = help: shipped are {', '.join(files)}")
+        raise UsageError(f"no plan {name!r} is shipped\n  = help: shipped are {', '.join(names)}")
     return FINE

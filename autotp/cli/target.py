@@ -26,9 +26,8 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
     Raises UsageError for a target or a tp that cannot be, CheckpointError for a file that cannot be
     read, PlanError for a plan file with faults.
     """
-    from autotp.shapes import checked_tp
-
-    checked_tp(tp)
+    if Path(target).name == "config.json":
+        return _prove_checkpoint(target, plan, tp)
     if Path(target).exists():
         return _prove_checkpoint(target, plan, tp) if prove else _read_headers(target, plan, tp)
     if _FACTORY.fullmatch(target):
@@ -38,18 +37,17 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
 
 def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> tuple[Plan, str]:
     """The plan that --plan names, or else the shipped one of the config's model_type, and its name."""
-    from autotp.plan import Plan
-    from autotp.shipped import plans_folder
+    from autotp.plan import Plan, plan_for, shipped_plans
 
-    if wanted not in (None, "auto"):
-        assert wanted is not None
+    if wanted is not None and wanted != "auto":
         return Plan.load(wanted), wanted
     model_type = config.get("model_type")
-    shipped = sorted(path.stem for path in plans_folder().glob("*.yaml"))
-    if model_type in shipped:
-        return Plan.load(str(model_type)), f"{model_type} (shipped)"
-    why = f"no plan is shipped for model_type {model_type!r}" if model_type else "nothing tells its model_type"
-    raise UsageError(f"{why}\n  = help: give one by --plan: a file, or one of {', '.join(shipped)}")
+    found = plan_for(model_type) if isinstance(model_type, str) else None
+    if found is not None:
+        return found, f"{model_type} (shipped)"
+    why = f"no plan is shipped for model_type {model_type!r}" if model_type else "the model has no model_type"
+    shipped = ", ".join(shipped_plans())
+    raise UsageError(f"{why}\n  = help: say --plan with a plan file, or with a shipped one: {shipped}")
 
 
 def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
@@ -63,12 +61,14 @@ def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
 
 def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.checkpoint.inventory import inventory
-    from autotp.hf import prove
+    from autotp.hf import model_type, prove
+    from autotp.shapes import as_stored
 
-    chosen, name = choose_plan(plan, inventory(target).config)
-    analysis = prove(target, chosen, tp=tp)
+    chosen, name = choose_plan(plan, {"model_type": model_type(target)})
+    stored = None if Path(target).name == "config.json" else inventory(target)
+    analysis = prove(target, chosen, tp)
     analysis.plan_name = name
-    return analysis
+    return analysis if stored is None else as_stored(analysis, stored)
 
 
 def _prove_factory(target: str, plan: str | None, tp: int) -> Analysis:

@@ -9,23 +9,14 @@ from html import escape
 from autotp.diagnostic import Diagnostic, errors
 from autotp.report.json import FORM, diagnostic_data
 from autotp.report.text import one_finding, paint
-from autotp.report.words import count
+from autotp.report.words import findings_words
 
-__all__ = ["as_html", "as_json", "as_text", "closing"]
-
-
-def closing(diagnostics: Sequence[Diagnostic]) -> str:
-    """How many findings there are: "refused: 2 errors, 1 warning", or "ok"."""
-    wrong = len(errors(diagnostics))
-    warned = count(len(diagnostics) - wrong, "warning") if len(diagnostics) > wrong else ""
-    if wrong:
-        return ", ".join(filter(None, (f"refused: {count(wrong, 'error')}", warned)))
-    return f"ok: {warned}" if warned else "ok"
+__all__ = ["as_html", "as_json", "as_text"]
 
 
 def as_text(diagnostics: Sequence[Diagnostic], *, colour: bool = False) -> str:
     """Each finding, a blank line between two, and the closing line."""
-    last = closing(diagnostics)
+    last = findings_words(diagnostics)
     texts = [one_finding(finding, colour=colour) for finding in diagnostics]
     return "\n\n".join([*texts, paint(last, last.partition(" ")[0].rstrip(":"), colour)])
 
@@ -39,4 +30,5 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
 def as_html(diagnostics: Sequence[Diagnostic]) -> str:
     """One page with the findings."""
     body = "\n".join(f"<pre>{escape(finding.render())}</pre>" for finding in diagnostics)
-    return f'<!doctype html>\n<meta charset="utf-8">\n<title>autotp</title>\n{body}\n<p>{closing(diagnostics)}</p>'
+    head = '<!doctype html>\n<meta charset="utf-8">\n<title>autotp</title>'
+    return f"{head}\n{body}\n<p>{findings_words(diagnostics)}</p>"

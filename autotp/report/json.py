@@ -7,18 +7,14 @@ The keys and their order are stable; `"report": 1` numbers the form. `"plan"` is
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from autotp.analysis import Analysis
 from autotp.cost import left_whole
 from autotp.diagnostic import Diagnostic, Span
 from autotp.placement import Shard
-from autotp.report.table import plan_name
+from autotp.report.table import plan_name, unmatched
 
-if TYPE_CHECKING:
-    from autotp.plan import Plan
-
-__all__ = ["diagnostic_data", "plan_data", "render"]
+__all__ = ["FORM", "diagnostic_data", "render"]
 
 FORM = 1
 
@@ -32,20 +28,21 @@ def document(analysis: Analysis) -> dict[str, object]:
     """The analysis as plain data."""
     inventory, layouts = analysis.inventory, analysis.layouts
     tensors = inventory.tensors()
-    matched: dict[str, list[str]] = {pattern: [] for pattern in analysis.plan.rules}
+    matched: dict[str, list[str]] = {}
     for placed in analysis.matches.placed.values():
         matched.setdefault(placed.pattern, []).append(placed.path)
     return {
         "report": FORM,
         "target": inventory.name,
         "plan_name": plan_name(analysis),
-        "plan": plan_data(analysis.plan),
+        "plan": analysis.plan.to_data(),
         "tp": analysis.tp,
         "ok": analysis.ok,
         "certainty": analysis.certainty,
         "modes": list(analysis.modes),
-        "matched": {pattern: paths for pattern, paths in matched.items() if paths},
-        "unmatched": [pattern for pattern, paths in matched.items() if not paths],
+        "random": list(analysis.random),
+        "matched": {pattern: matched[pattern] for pattern in analysis.plan.rules if pattern in matched},
+        "unmatched": unmatched(analysis),
         "tensors": {
             name: {
                 "shape": list(tensor.shape),
@@ -77,15 +74,6 @@ def document(analysis: Analysis) -> dict[str, object]:
         "edits": analysis.edits,
         "diagnostics": [diagnostic_data(finding) for finding in analysis.diagnostics],
     }
-
-
-def plan_data(plan: Plan) -> dict[str, object]:
-    """The plan as plain data, without the options that have their default."""
-    rules: dict[str, object] = {}
-    for pattern, rule in plan.rules.items():
-        rules[pattern] = {"style": rule.style, **rule.model_dump(mode="json", exclude_defaults=True)}
-    name: dict[str, object] = {} if plan.model_type is None else {"model_type": plan.model_type}
-    return {"version": plan.version, **name, "rules": rules}
 
 
 def layout_data(shard: Shard, shape: tuple[int, ...]) -> dict[str, object]:

@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING
 
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.cost import Collective, collapsed, local_bytes
-from autotp.diagnostic import errors
 from autotp.inventory import TensorInfo
-from autotp.report.words import bytes_words, count, shard_words
+from autotp.pattern import matches
+from autotp.report.words import bytes_words, findings_words, shard_words
+from autotp.units import unit_name
 
 if TYPE_CHECKING:
     from autotp.match import Placed
 
-__all__ = ["Row", "bytes_line", "collective_lines", "headline", "plan_name", "rows", "verdict"]
+__all__ = [
+    "Row",
+    "absent",
+    "bytes_line",
+    "collective_lines",
+    "headline",
+    "plan_name",
+    "rows",
+    "unmatched",
+    "verdict",
+]
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,9 @@ def headline(analysis: Analysis) -> str:
 
 
 def rows(analysis: Analysis) -> list[Row]:
-    """The table, in the plan's order; a rule that matches nothing has a row that says so."""
+    """The table, in the plan's order; a rule that decides nothing has a row that says so."""
     tensors = analysis.inventory.tensors()
-    heads = _head_names(analysis)
+    names = _unit_names(analysis)
     groups: dict[tuple[str, str, str, str], list[TensorInfo]] = {}
     for placed in analysis.matches.placed.values():
         where = collapsed(placed.path).removesuffix(placed.pattern).rstrip(".")
@@ -60,7 +71,7 @@ def rows(analysis: Analysis) -> list[Row]:
             key = (placed.pattern, where, placed.style, "whole")
             groups.setdefault(key, []).extend(tensors[n] for n in _names(analysis, placed) if n in tensors)
         for tensor in cut:
-            key = (placed.pattern, where, placed.style, _words(analysis, placed, tensor, heads))
+            key = (placed.pattern, where, placed.style, _words(analysis, placed, tensor, names))
             groups.setdefault(key, []).append(tensor)
     found = {
         pattern: [
@@ -73,8 +84,30 @@ def rows(analysis: Analysis) -> list[Row]:
     return [
         row
         for pattern, rule in analysis.plan.rules.items()
-        for row in found[pattern] or [Row(pattern, "", rule.style, "matches nothing", 0, "-")]
+        for row in found[pattern] or _unused(analysis, pattern, rule.style)
     ]
+
+
+def _unused(analysis: Analysis, pattern: str, style: str) -> list[Row]:
+    """The row of a rule that decides nothing, unless the plan says that it may match nothing."""
+    if pattern in absent(analysis):
+        return []
+    return [
+        Row(pattern, "", style, "matches nothing" if pattern in unmatched(analysis) else "refused", 0, "-")
+    ]
+
+
+def unmatched(analysis: Analysis) -> list[str]:
+    """The rules that are for no module and no tensor of the model."""
+    names = [*analysis.inventory.modules, *analysis.inventory.tensors()]
+    used = {placed.pattern for placed in analysis.matches.placed.values()}
+    rest = [pattern for pattern in analysis.plan.rules if pattern not in used]
+    return [pattern for pattern in rest if not any(matches(pattern, name) for name in names if name)]
+
+
+def absent(analysis: Analysis) -> list[str]:
+    """The optional rules among them, which is nothing to complain of."""
+    return [pattern for pattern in unmatched(analysis) if pattern in analysis.plan.optional]
 
 
 def _names(analysis: Analysis, placed: Placed) -> Iterable[str]:
@@ -85,31 +118,27 @@ def _names(analysis: Analysis, placed: Placed) -> Iterable[str]:
     return (tensor.name for tensor in module.tensors.values())
 
 
-def _head_names(analysis: Analysis) -> Mapping[int, str]:
-    """What a number of declared units is called: {32: "heads", 8: "kv heads"}."""
+def _unit_names(analysis: Analysis) -> Mapping[int, str]:
+    """What a number of declared units is called by the rules that declare it: {32: "attention heads"}."""
     found: dict[int, str] = {}
     for placed in analysis.matches.placed.values():
-        if placed.rule.heads is None:
-            continue
-        key = str(placed.rule.heads)
-        noun = "kv heads" if "kv" in key or "key_value" in key else "heads"
-        for shard in placed.layouts.values():
-            if shard.deal is not None and shard.deal.declared:
-                if found.setdefault(shard.deal.declared, noun) != noun:
-                    found[shard.deal.declared] = "heads"
+        for shard in placed.layouts.values() if placed.rule.heads is not None else ():
+            if shard.deal is not None:
+                found.setdefault(shard.deal.declared, unit_name(placed.rule.heads, ""))
     return found
 
 
-def _words(analysis: Analysis, placed: Placed, tensor: TensorInfo, heads: Mapping[int, str]) -> str:
+def _words(analysis: Analysis, placed: Placed, tensor: TensorInfo, names: Mapping[int, str]) -> str:
+    """How a tensor is cut. A row without heads of its own may have those of its input."""
     shard = analysis.layouts[tensor.name]
     size = tensor.shape[shard.dim]
     units = 0 if shard.deal is None else shard.deal.declared or shard.deal.units
-    if units == size // shard.groups:
-        noun = "ids" if placed.style == "vocab" else "features"
-    elif placed.rule.heads is not None and "kv" in str(placed.rule.heads).replace("key_value", "kv"):
-        noun = "kv heads"
+    if placed.rule.heads is not None:
+        noun = unit_name(placed.rule.heads, "")
+    elif units == size // shard.groups:
+        noun = "rows" if placed.style == "vocab" else "features"
     else:
-        noun = heads.get(units, "units")
+        noun = names.get(units, "units")
     return shard_words(shard, size, noun)
 
 
@@ -121,7 +150,8 @@ def _held(analysis: Analysis, members: Iterable[TensorInfo]) -> str:
         for rank in range(analysis.tp):
             held[rank] += tensor.nbytes if shard is None else local_bytes(tensor, shard, rank)
     least, most = bytes_words(min(held)), bytes_words(max(held))
-    return most if least == most else f"{least} - {most}"
+    figure, unit = least.split()
+    return most if least == most else f"{figure if most.endswith(f' {unit}') else least} - {most}"
 
 
 def _layer(path: str) -> tuple[str, str] | None:
@@ -193,12 +223,10 @@ def bytes_line(analysis: Analysis) -> str:
 
 
 def verdict(analysis: Analysis) -> str:
-    """The closing line: ok, or how many findings there are."""
-    wrong = len(errors(analysis.diagnostics))
-    others = len(analysis.diagnostics) - wrong
-    warned = count(others, "warning")
-    if wrong:
-        return f"refused: {count(wrong, 'error')}" + (f", {warned}" if others else "")
-    proven = "ok: layouts are proven"
-    line = proven if analysis.certainty == LAYOUTS else "ok by names and shapes: layouts are not proven"
-    return line + (f"; {warned}" if others else "")
+    """The closing line: ok and how far, or refused, and how many findings there are."""
+    found = findings_words(d for d in analysis.diagnostics if d.severity != "note")
+    if not analysis.ok:
+        return found
+    proven = analysis.certainty == LAYOUTS
+    line = "ok: layouts are proven" if proven else "ok by names and shapes: layouts are not proven"
+    return line + found.removeprefix("ok").replace(": ", "; ")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.cost import left_whole
 from autotp.diagnostic import Diagnostic
-from autotp.report.table import Row, bytes_line, collective_lines, headline, rows, verdict
-from autotp.report.words import bytes_words, count
+from autotp.report.table import Row, absent, bytes_line, collective_lines, headline, rows, verdict
+from autotp.report.words import bytes_words, count, shortened
 
 __all__ = ["findings", "paint", "render"]
 
 HEADS = ("rule", "in", "style", "how it is cut", "tensors", "a rank holds")
+WIDTH = 100  # columns; longer module names lose their front
+TOLD = "AT215"  # an optional rule that matches nothing: the table tells it
 SHOWN = 5  # lines of what stays whole
 COLOURS = {"error": "1;31", "warning": "1;33", "ok": "1;32", "refused": "1;31", "bold": "1"}
 
@@ -19,10 +21,12 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
     """The table, what stays whole, collectives, bytes, findings and the verdict, in that order."""
     lines = [paint(headline(analysis), "bold", colour), ""]
     lines += _table(rows(analysis))
+    if absent(analysis):
+        lines.append(f"not in this model, and optional: {', '.join(absent(analysis))}")
     lines += ["", *_whole(analysis), "", *_collectives(analysis), "", bytes_line(analysis)]
     if analysis.edits:
         lines += ["", "edits of the model's own code:", analysis.edits.rstrip("\n")]
-    for finding in analysis.diagnostics:
+    for finding in (d for d in analysis.diagnostics if d.code != TOLD):
         lines += ["", one_finding(finding, colour=colour)]
     closing = verdict(analysis)
     return "\n".join([*lines, "", paint(closing, closing.partition(" ")[0].rstrip(":"), colour)])
@@ -45,18 +49,16 @@ def paint(text: str, kind: str, colour: bool) -> str:
 
 
 def _table(found: list[Row]) -> list[str]:
-    cells = [HEADS, *((r.rule, r.where, r.style, r.cut, f"{r.tensors:,}", r.nbytes) for r in found)]
-    if not any(row.where for row in found):
-        cells = [(*row[:1], *row[2:]) for row in cells]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(cells[0]))]
-    numbers = len(widths) - 2  # the last two columns are set to the right
-    return [
-        "  ".join(
-            cell.ljust(width) if place < numbers else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    numbers = [(f"{row.tensors:,}", row.nbytes) for row in found]
+    cells = [HEADS, *((r.rule, r.where, r.style, r.cut, *n) for r, n in zip(found, numbers, strict=True))]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(HEADS))]
+    widths[1] = max(2, min(widths[1], WIDTH - sum(widths) + widths[1] - 2 * (len(HEADS) - 1)))
+    lines = []
+    for rule, where, *rest in cells:
+        words = zip([rule, shortened(where, widths[1]), *rest], widths, strict=True)
+        padded = [word.rjust(n) if place > 3 else word.ljust(n) for place, (word, n) in enumerate(words)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def _whole(analysis: Analysis) -> list[str]:
@@ -65,9 +67,11 @@ def _whole(analysis: Analysis) -> list[str]:
         return ["nothing stays whole"]
     tensors, nbytes = sum(r.tensors for r in reasons), sum(r.nbytes for r in reasons)
     lines = [f"whole on every rank: {count(tensors, 'tensor')}, {bytes_words(nbytes)}"]
-    width = max(len(reason.name) for reason in reasons[:SHOWN])
-    for reason in reasons[:SHOWN]:
-        lines.append(f"  {reason.name.ljust(width)}  {bytes_words(reason.nbytes):>10}  {reason.why}")
+    room = WIDTH - 16 - max(len(reason.why) for reason in reasons[:SHOWN])
+    names = [shortened(reason.name, room) for reason in reasons[:SHOWN]]
+    for name, reason in zip(names, reasons, strict=False):
+        width = max(map(len, names))
+        lines.append(f"  {name.ljust(width)}  {bytes_words(reason.nbytes):>10}  {reason.why}")
     rest = reasons[SHOWN:]
     if rest:
         more, held = sum(r.tensors for r in rest), sum(r.nbytes for r in rest)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from autotp.diagnostic import Diagnostic
 from autotp.placement import Deal, Shard
+from autotp.units import counted
 
-__all__ = ["bytes_words", "count", "deal_words", "parts_words", "shard_words"]
+__all__ = ["bytes_words", "count", "deal_words", "findings_words", "parts_words", "shard_words", "shortened"]
 
 
 def count(number: int, noun: str) -> str:
@@ -19,6 +22,17 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def findings_words(diagnostics: Iterable[Diagnostic]) -> str:
+    """How many findings there are of each severity: "refused: 2 errors, 1 warning", or "ok".
+
+    >>> findings_words([])
+    'ok'
+    """
+    number = Counter(finding.severity for finding in diagnostics)
+    words = ", ".join(count(number[kind], kind) for kind in ("error", "warning", "note") if number[kind])
+    return f"refused: {words}" if number["error"] else f"ok: {words}" if words else "ok"
+
+
 def bytes_words(nbytes: int) -> str:
     """A size with three digits or so.
 
@@ -27,11 +41,10 @@ def bytes_words(nbytes: int) -> str:
     """
     if nbytes < 1024:
         return f"{nbytes} B"
-    size, unit = float(nbytes), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 999.95:
-            break
+    size, units = nbytes / 1024, iter(("KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 999.95 and unit != "TiB":
+        size, unit = size / 1024, next(units)
     return f"{size:,.1f} {unit}"
 
 
@@ -59,7 +72,7 @@ def deal_words(dealt: Deal, size: int, noun: str) -> str:
     units = dealt.declared or dealt.units
     parts = [(stop - start) * units // dealt.units for start, stop in dealt.ranges]
     alike = _sharers(dealt.ranges)
-    text = f"{units} {noun if units != 1 else noun.removesuffix('s')} -> {parts_words(parts)}"
+    text = f"{counted(units, noun)} -> {parts_words(parts)}"
     return text if alike == 1 else f"{text}, each shared by {alike} ranks"
 
 
@@ -85,3 +98,14 @@ def shard_words(shard: Shard, size: int, noun: str) -> str:
     lengths = "+".join(f"{length}" + ("" if dealt else " whole") for length, dealt in shard.sections)
     parts = [shard.local_size(size, rank) for rank in range(shard.tp)]
     return f"sections {lengths} -> {parts_words(parts)}"
+
+
+def shortened(name: str, width: int) -> str:
+    """A dotted name in at most `width` columns (but no less than 12): whole segments go, from the front.
+
+    >>> shortened("bert.encoder.layer.*.attention", 20)
+    '….layer.*.attention'
+    """
+    while len(name) > max(width, 12) and "." in name.removeprefix("…."):
+        name = "…." + name.removeprefix("….").partition(".")[2]
+    return name
