@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.comm.exchange import exchange_through
+from autotp.comm.exchange import Store, exchange_through
 from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, contiguous_copy
 from autotp.diagnostic import UsageError
 
@@ -92,7 +92,7 @@ class ProcessGroupGroup:
         world = dist.group.WORLD
         assert world is not None
         return exchange_through(
-            world.get_group_store(),
+            cast(Store, world.get_group_store()),
             obj,
             rank=dist.get_rank(),
             members=self.members,
