@@ -29,7 +29,9 @@ __all__ = ["Supply", "Whole", "carry", "identity", "part_digest", "refuse_change
 
 
 class Supply(Protocol):
-    """Where the tensors of a conversion come from."""
+    """Where the tensors of a conversion come from; the digests of `watched` tensors are always taken."""
+
+    watched: frozenset[str]
 
     def identity(self) -> list[list[Any]]:
         """What tells whether the files are the same ones later: [name, size, time, header], each."""
@@ -56,6 +58,7 @@ class Whole:
     def __init__(self, folder: Folder, tied: Mapping[str, str]) -> None:
         self.folder = folder
         self.tied = tied
+        self.watched = frozenset({*tied, *tied.values()})
         self.seen: dict[str, str] = {}
 
     def identity(self) -> list[list[Any]]:
@@ -135,6 +138,8 @@ def carry(
                 found = _carry_file(supply, manifest.digest, file, placed, headers, buffers, tell)
                 supply.check(file)
                 supply.check_digests(file, found)
+                if manifest.digest == "none":
+                    found = dict.fromkeys(found, Digests("", ("",) * manifest.tp))
                 staging.finish(name, {key: [value.whole, *value.parts] for key, value in found.items()})
             else:
                 supply.check_digests(file, found)
@@ -199,7 +204,8 @@ def _carry_file(
                 for fd, header, output in zip(fds, headers, outputs, strict=True)
             ]
             cut = any(output.rank is not None and name in output.layouts for output in outputs)
-            whole, parts = new_digest(kind), [new_digest(kind) for _ in sinks] if cut else []
+            whole = new_digest("xxh3" if kind == "none" and name in supply.watched else kind)
+            parts = [new_digest(kind) for _ in sinks] if cut else []
             try:
                 stream(
                     source_of(entry),

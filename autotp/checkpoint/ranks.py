@@ -29,6 +29,8 @@ class Ranks:
     too few or too many, and for a file whose tensors are not those that were written.
     """
 
+    watched = frozenset[str]()
+
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
