@@ -25,7 +25,12 @@ __all__ = ["analyze", "shard", "verify"]
 
 
 def analyze(
-    source: nn.Module | str | Path, plan: PlanLike | None = None, *, tp: int, inputs: Any = None, check: str = "layouts"
+    source: nn.Module | str | Path,
+    plan: PlanLike | None = None,
+    *,
+    tp: int,
+    inputs: Any = None,
+    check: str = "layouts",
 ) -> Analysis:
     """The dry run: what `plan` does to a model on `tp` ranks, and whether it is right. Touches nothing.
 
@@ -61,7 +66,12 @@ def analyze(
 
 
 def shard(
-    model: nn.Module, plan: PlanLike | None = None, mesh: Any = None, *, inputs: Any = None, check: str = "layouts"
+    model: nn.Module,
+    plan: PlanLike | None = None,
+    mesh: Any = None,
+    *,
+    inputs: Any = None,
+    check: str = "layouts",
 ) -> nn.Module:
     """Make `model` tensor-parallel in place, and return it. Call it on every rank of the group.
 
@@ -123,7 +133,9 @@ def _fingerprint(model: nn.Module, analysis: Analysis) -> dict[str, str]:
     """What the ranks must agree on before anything moves, each as a word to compare."""
     tensors = analysis.inventory.tensors()
     described = repr([(t.name, t.shape, t.dtype) for t in tensors.values()])
-    layouts = repr(sorted((n, str(cut), cut.ranges(tensors[n].shape[cut.dim], 0)) for n, cut in analysis.layouts.items()))
+    layouts = repr(
+        sorted((n, str(cut), cut.ranges(tensors[n].shape[cut.dim], 0)) for n, cut in analysis.layouts.items())
+    )
     return {
         "plan": analysis.plan.dumps(),
         "tp": str(analysis.tp),
@@ -144,7 +156,11 @@ def _sampled(model: nn.Module, count: int = 256) -> str:
                 continue
             flat = tensor.detach().reshape(-1)
             picked = flat[:: max(1, flat.numel() // count)].contiguous().cpu()
-            digest.update(picked.view(torch.uint8).numpy().tobytes() if picked.dtype != torch.bool else bytes(picked.tolist()))
+            digest.update(
+                picked.view(torch.uint8).numpy().tobytes()
+                if picked.dtype != torch.bool
+                else bytes(picked.tolist())
+            )
     return digest.hexdigest()
 
 

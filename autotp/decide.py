@@ -38,13 +38,15 @@ def named_plan(plan: PlanLike | None, model_type: object) -> tuple[Plan, str]:
     if found is None:
         of = f"model type {model_type!r}" if model_type else "a model without a config"
         raise UsageError(
-            f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}), and autotp does not derive "
-            "plans yet; pass plan= with its rules"
+            f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}), and autotp does "
+            "not derive plans yet; pass plan= with its rules"
         )
     return found, str(model_type)
 
 
-def decide(model: nn.Module, plan: PlanLike | None, *, tp: int, inputs: Any = None, check: str = "layouts") -> Analysis:
+def decide(
+    model: nn.Module, plan: PlanLike | None, *, tp: int, inputs: Any = None, check: str = "layouts"
+) -> Analysis:
     """The analysis of a live model; `Analysis.diagnostics` holds whatever speaks against the plan.
 
     Raises PlanError for a plan that cannot be read and UsageError for a call that cannot mean anything.
@@ -103,8 +105,10 @@ def _not_yet(matches: Matches, analysis: Analysis) -> list[Diagnostic]:
             "transformers' Conv1D cannot be swapped for a parallel layer yet",
             module=placed.path,
             plan=placed.span,
-            help=("leave it whole, or use a checkpoint conversion with check=\"shapes\"",),
+            help=('leave it whole, or use a checkpoint conversion with check="shapes"',),
         )
         for placed in matches.placed.values()
-        if placed.layouts and placed.target == "module" and analysis.inventory.modules[placed.path].kind == "conv1d"
+        if placed.layouts
+        and placed.target == "module"
+        and analysis.inventory.modules[placed.path].kind == "conv1d"
     ]

@@ -76,9 +76,10 @@ def build(source: str | Path) -> nn.Module:
             model = factory(config) if factory is not None else transformers.AutoModel.from_config(config)
     except Exception as error:
         kind = model_type(folder) or "unknown"
+        reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot build this model "
-            f"(model_type {kind}): {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}\n"
+            f"(model_type {kind}): {type(error).__name__}: {reason}\n"
             '  = help: check="shapes" goes by the names and shapes of the weights alone'
         ) from error
     assert isinstance(model, nn.Module)
@@ -99,7 +100,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         with _Undrawn():
             yield

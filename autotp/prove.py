@@ -27,7 +27,11 @@ from autotp.trace.recorder import TraceError, record
 __all__ = ["MODES", "Proof", "prove"]
 
 # name -> (gradients are recorded, module.training)
-MODES: dict[str, tuple[bool, bool]] = {"inference": (False, False), "eval": (True, False), "train": (True, True)}
+MODES: dict[str, tuple[bool, bool]] = {
+    "inference": (False, False),
+    "eval": (True, False),
+    "train": (True, True),
+}
 
 
 @dataclass
@@ -109,7 +113,9 @@ def _ranks(
 def _resettled(before: Mapping[str, Shard], whole: Propagation) -> list[Finding]:
     """A row layer that follows its input must follow it alike in every mode."""
     return [
-        dual.finding_at(whole, name, "AT307", f"{name} would have to be cut differently in two modes of the model")
+        dual.finding_at(
+            whole, name, "AT307", f"{name} would have to be cut differently in two modes of the model"
+        )
         for name, cut in before.items()
         if whole.cuts[name] != cut
     ]
@@ -123,8 +129,8 @@ def _random(whole: Propagation) -> None:
             whole.findings.append(
                 dual.finding_in(
                     whole, path, "AT316",
-                    "random numbers are drawn both on sharded values, where ranks must differ, and on whole ones, "
-                    "where they must agree",
+                    "random numbers are drawn both on sharded values, where ranks must differ, and on whole "
+                    "ones, where they must agree",
                 )
             )  # fmt: skip
 
@@ -164,7 +170,11 @@ def _untraceable(error: TraceError, mode: str, samples: Samples, *, warning: boo
 def _spoken(samples: Samples) -> str:
     def one(value: object) -> str:
         shape = getattr(value, "shape", None)
-        return repr(value) if shape is None else f"{list(shape)} {str(getattr(value, 'dtype', '')).removeprefix('torch.')}"
+        return (
+            repr(value)
+            if shape is None
+            else f"{list(shape)} {str(getattr(value, 'dtype', '')).removeprefix('torch.')}"
+        )
 
     named = [one(a) for a in samples.args] + [f"{k}={one(v)}" for k, v in samples.kwargs.items()]
     return ", ".join(named)

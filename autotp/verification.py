@@ -15,6 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ class _Run:
     collectives: dict[str, Counter[str]] = field(default_factory=dict)
 
 
-def compare(model: nn.Module, analysis: Analysis, *, inputs: Any, weights: str, dtype: torch.dtype | None) -> Verification:
+def compare(
+    model: nn.Module, analysis: Analysis, *, inputs: Any, weights: str, dtype: torch.dtype | None
+) -> Verification:
     """Verify an analysis that is ok; `autotp.verify` has the arguments."""
     if weights not in ("random", "own"):
         raise UsageError(f'weights is "random" or "own", not {weights!r}')
@@ -97,14 +100,8 @@ def compare(model: nn.Module, analysis: Analysis, *, inputs: Any, weights: str, 
         reference = _run(copy.deepcopy(base), samples)
         copies = [copy.deepcopy(base) for _ in range(analysis.tp)]
 
-        def rank(group: Group) -> _Run:
-            local = copies[group.rank]
-            counted = _Counting(group)
-            apply(local, analysis, counted)
-            return _run(local, samples, counted)
-
         with _foreign(model, base) as ran:
-            runs = simulate(analysis.tp, rank)
+            runs = simulate(analysis.tp, partial(_rank, copies, analysis, samples))
         if ran:
             raise UsageError(
                 f"{type(model).__name__}: its {ran[0]} runs from a copy of the model too: the model holds a "
@@ -120,9 +117,13 @@ def compare(model: nn.Module, analysis: Analysis, *, inputs: Any, weights: str, 
         collectives = tuple(run.collectives for run in runs)
     scale = max([1.0, *(float(o.abs().max()) for o in reference.outputs if o.numel())])
     ok = output <= tolerance * scale and gradient <= tolerance and equal
-    return Verification(
-        ok, output, gradient, worst, tolerance, equal, tuple(modes), tuple(zero), collectives
-    )
+    return Verification(ok, output, gradient, worst, tolerance, equal, tuple(modes), tuple(zero), collectives)
+
+
+def _rank(copies: Sequence[nn.Module], analysis: Analysis, samples: Samples, group: Group) -> _Run:
+    counted = _Counting(group)
+    apply(copies[group.rank], analysis, counted)
+    return _run(copies[group.rank], samples, counted)
 
 
 def _prepared(model: nn.Module, weights: str, dtype: torch.dtype | None) -> nn.Module:
@@ -130,7 +131,9 @@ def _prepared(model: nn.Module, weights: str, dtype: torch.dtype | None) -> nn.M
     try:
         base = copy.deepcopy(model)
     except Exception as error:
-        raise UsageError(f"{type(model).__name__} cannot be deep-copied, so ranks cannot be simulated: {error}") from error
+        raise UsageError(
+            f"{type(model).__name__} cannot be deep-copied, so ranks cannot be simulated: {error}"
+        ) from error
     if dtype is not None:
         base = base.to(dtype)
     if weights == "random":
@@ -176,7 +179,8 @@ def _random_in_train(model: nn.Module, samples: Samples) -> bool:
     model.train()
     with torch.no_grad():
         first, second = (
-            [t for _, t, _ in tensors_in(copy.deepcopy(model)(*samples.args, **samples.kwargs))] for _ in range(2)
+            [t for _, t, _ in tensors_in(copy.deepcopy(model)(*samples.args, **samples.kwargs))]
+            for _ in range(2)
         )
     return any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -208,7 +212,7 @@ def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -
     if counted is not None:
         counted.phase("backward")
     if loss is not None:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     for name, tensor in (*model.named_parameters(), *leaves.items()):
         if tensor.grad is not None:
             run.gradients[name] = tensor.grad.detach().clone()
@@ -250,7 +254,9 @@ def _gradients(
         got = [merge(parts, shard)] if shard is not None else parts
         own = float(wanted.abs().max()) if wanted.numel() else 0.0
         scale = max(own, FLOOR * largest) or 1.0
-        difference = max(_distance(wanted, g) if g.shape == wanted.shape else float("inf") for g in got if g is not None)
+        difference = max(
+            _distance(wanted, g) if g.shape == wanted.shape else float("inf") for g in got if g is not None
+        )
         found[name] = (difference / scale, own <= 1e-12 * largest)
     return found
 

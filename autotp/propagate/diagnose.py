@@ -5,6 +5,7 @@ The same conflict in every layer of a stack is one finding that says in how many
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Iterable
@@ -65,7 +66,9 @@ def _diagnostic(finding: Finding, propagation: Propagation, others: int) -> Diag
     own = matches.placed.get(module or "")
     if own is not None and own not in placed:
         placed.append(own)
-    blamed = own if own is not None and conflict.code in ("AT302", "AT314") else (placed[0] if placed else None)
+    blamed = (
+        own if own is not None and conflict.code in ("AT302", "AT314") else (placed[0] if placed else None)
+    )
     notes = list(conflict.notes)
     if blamed is not None and blamed.span is None:
         notes.append(f"the rule: {rule_line(blamed.pattern, blamed.rule)}")
@@ -98,9 +101,8 @@ def _remedies(
         if own.rule.split_input:
             return [f"the input is split already: `{rule_line(own.pattern, own.rule, split_input=False)}`"]
         help.append("shard the layer that makes its input with `column`")
-        help.append(
-            f"or let each rank take its part of the whole input: `{rule_line(own.pattern, own.rule, split_input=True)}`"
-        )
+        line = rule_line(own.pattern, own.rule, split_input=True)
+        help.append(f"or let each rank take its part of the whole input: `{line}`")
         return help
     elif code in ("AT306", "AT307") and placed:
         missing = _whole_layers(finding, propagation)
@@ -111,15 +113,15 @@ def _remedies(
         if code == "AT307" and len(columns) > 1:
             help.append("deal the same number of units to each of them: the same `heads` in their rules")
     elif code == "AT308" and placed:
-        help.append(f"say how many units are dealt: `{rule_line(placed[0].pattern, placed[0].rule, heads='N')}`, "
-                    "with N the number of heads")  # fmt: skip
-        help.append(f"or its layout, if it is a fusion of parts: `{rule_line(placed[0].pattern, placed[0].rule, sections='N')}`")
+        units, parts = (
+            rule_line(placed[0].pattern, placed[0].rule, **{o: "N"}) for o in ("heads", "sections")
+        )
+        help.append(f"say how many units are dealt: `{units}`, with N the number of heads")
+        help.append(f"or its layout, if it is a fusion of parts: `{parts}`")
         return help
     elif code == "AT309" and placed:
-        sections = _sections(finding)
-        help.append(
-            f"a fused layer is cut part by part: `{rule_line(placed[0].pattern, placed[0].rule, sections=sections)}`"
-        )
+        line = rule_line(placed[0].pattern, placed[0].rule, sections=_sections(finding))
+        help.append(f"a fused layer is cut part by part: `{line}`")
         return help
     elif code == "AT314" and own is not None and gathered:
         help.append(f"if it should follow {columns[0].path}, make it a row layer: `{own.pattern}: row`")
@@ -151,7 +153,11 @@ def _whole_layers(finding: Finding, propagation: Propagation) -> list[str]:
         if node in seen or not _is_whole(node, propagation):
             continue
         seen.add(node)
-        if node.op == "call_function" and node.target is not operator.getitem and op_name(node) in ("linear", "addmm"):
+        if (
+            node.op == "call_function"
+            and node.target is not operator.getitem
+            and op_name(node) in ("linear", "addmm")
+        ):
             if node.meta["module"] not in propagation.matches.placed:
                 found.append(node.meta["module"])
             continue
@@ -185,5 +191,5 @@ def _sections(finding: Finding) -> object:
                 if isinstance(edge, int):
                     edges.add(max(0, edge + size if edge < 0 else min(edge, size)))
     ordered = sorted(edges)
-    sizes = [b - a for a, b in zip(ordered, ordered[1:], strict=False)]
+    sizes = [b - a for a, b in itertools.pairwise(ordered)]
     return len(sizes) if len(set(sizes)) == 1 else sizes

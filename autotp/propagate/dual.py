@@ -24,7 +24,7 @@ from autotp.trace.recorder import Trace, TraceError, Val, record
 
 __all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
 
-_SILENT = frozenset("contiguous alias".split())  # ops that may or may not be there, by the strides
+_SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
 
 
 def distinct_ranks(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Shard], tp: int) -> list[int]:
@@ -130,9 +130,17 @@ class _Comparison:
         return self.ids.get(node)
 
     def _finding(
-        self, node: fx.Node, code: str, message: str, *notes: str, source: fx.Node | None = None, help: tuple[str, ...] = ()
+        self,
+        node: fx.Node,
+        code: str,
+        message: str,
+        *notes: str,
+        source: fx.Node | None = None,
+        help: tuple[str, ...] = (),
     ) -> Finding:
-        return Finding(source or node, Conflict(code, message, notes=notes, help=help), _origins(self.whole, node))
+        return Finding(
+            source or node, Conflict(code, message, notes=notes, help=help), _origins(self.whole, node)
+        )
 
     def _other_op(self, wanted: fx.Node, got: fx.Node) -> Finding:
         return self._finding(
@@ -160,13 +168,16 @@ class _Comparison:
             return self._finding(
                 wanted,
                 "AT313",
-                f"{op_name(wanted)} gives {_shapes(shapes)} on rank {self.rank}, its part of the whole is {_shapes(results)}",
+                f"{op_name(wanted)} gives {_shapes(shapes)} on rank {self.rank}, "
+                f"its part of the whole is {_shapes(results)}",
                 f"unsharded: {_shapes(tuple(v.shape for v in items if v is not None))}",
                 help=_CONSTANT,
             )
         return None
 
-    def _arguments(self, wanted: fx.Node, got: fx.Node, results: tuple[tuple[int, ...], ...]) -> Finding | None:
+    def _arguments(
+        self, wanted: fx.Node, got: fx.Node, results: tuple[tuple[int, ...], ...]
+    ) -> Finding | None:
         ours, theirs = _named(wanted), _named(got)
         source = next(iter(wanted.all_input_nodes), None)
         layouts = self.whole.layouts.get(source, []) if source is not None else []
@@ -185,7 +196,7 @@ class _Comparison:
                     return self._finding(
                         wanted,
                         "AT315",
-                        f"{op_name(wanted)} reads another value on rank {self.rank} than in the unsharded model",
+                        f"{op_name(wanted)} reads another value on rank {self.rank} than unsharded",
                         source=got,
                     )
                 continue
@@ -211,7 +222,8 @@ class _Comparison:
 
 
 _CONSTANT = (
-    "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1) so that it follows the shard",
+    "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1), so that it "
+    "follows the shard",
 )
 
 

@@ -33,7 +33,9 @@ RULES: dict[str, Rule] = {
     **CONTRACTIONS,
     **REDUCTIONS,
 }
-RANDOM = frozenset("dropout native_dropout feature_dropout alpha_dropout bernoulli rand_like randn_like".split())
+RANDOM = frozenset(
+    ["dropout", "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like"]
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def op_name(node: fx.Node) -> str:
     space, _, name = schema.name.partition("::")
     if space != "aten":
         return str(schema.name)
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return str(name[:-1] if name.endswith("_") and not name.endswith("__") else name)
 
 
 def propagate(
@@ -117,7 +119,12 @@ class _Engine:
     # -- nodes
 
     def _set(
-        self, node: fx.Node, layouts: list[Layout], origins: frozenset[str] = frozenset(), *, op: list[Layout] | None = None
+        self,
+        node: fx.Node,
+        layouts: list[Layout],
+        origins: frozenset[str] = frozenset(),
+        *,
+        op: list[Layout] | None = None,
     ) -> None:
         self.result.layouts[node] = layouts
         self.result.computed[node] = layouts if op is None else op
@@ -155,13 +162,13 @@ class _Engine:
             self._set(node, layouts, frozenset() if whole else origins, op=computed)
         except Conflict as conflict:
             self._find(node, conflict, origins)
-        except Exception as error:  # noqa: BLE001 - a rule that fails must refuse, never pass
-            conflict = Conflict(
+        except Exception as error:
+            unknown = Conflict(
                 "AT304",
                 f"{op_name(node)} with arguments that its layout rule does not know",
                 notes=(f"{type(error).__name__}: {error}",),
             )
-            self._find(node, conflict, origins)
+            self._find(node, unknown, origins)
 
     def _find(self, node: fx.Node, conflict: Conflict, origins: frozenset[str]) -> None:
         blamed = [o for value in conflict.blame for o in sorted(value.origins)]
@@ -180,7 +187,8 @@ class _Engine:
             owner = self.owners[foreign[0].node.meta["name"]][0]
             raise Conflict(
                 "AT312",
-                f"{foreign[0].name} is sharded by its layer {owner.path}, and is used outside of that layer's own forward",
+                f"{foreign[0].name} is sharded by its layer {owner.path}, and is used outside of that "
+                "layer's own forward",
                 blame=(foreign[0],),
                 notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
                 help=(f"leave {owner.path} whole, or call the layer itself",),
@@ -230,7 +238,9 @@ class _Engine:
             if argument.name not in arguments and argument.has_default_value():
                 arguments[argument.name] = argument.default_value
         vals = node.meta["val"]
-        results = tuple(v.shape if v is not None else () for v in (vals if isinstance(vals, list) else [vals]))
+        results = tuple(
+            v.shape if v is not None else () for v in (vals if isinstance(vals, list) else [vals])
+        )
         return Call(node, op_name(node), arguments, results, tuple(values))
 
     def _value(self, node: fx.Node, *, grad: bool) -> Value:
@@ -260,7 +270,9 @@ class _Engine:
     def _random(self, call: Call, layout: Layout) -> None:
         """Random numbers on a shard must differ from rank to rank, on a sum be the same for every part."""
         attention = call.name == "scaled_dot_product_attention" and bool(call["dropout_p"])
-        active = attention or (call.name in RANDOM and (call.name != "dropout" or (call["train"] and call["p"])))
+        active = attention or (
+            call.name in RANDOM and (call.name != "dropout" or (call["train"] and call["p"]))
+        )
         if active:
             found = self.result.random if isinstance(layout, Shard) else self.result.random_whole
             found.add(call.node.meta["module"])
@@ -320,11 +332,15 @@ class _Engine:
             self.result.copied.add(placed.path)
         return ([INVARIANT] if placed.rule.gather_output else [cut]), [cut]
 
-    def _row(self, call: Call, placed: Placed, value: Value, weight: Value) -> tuple[list[Layout], list[Layout]]:
+    def _row(
+        self, call: Call, placed: Placed, value: Value, weight: Value
+    ) -> tuple[list[Layout], list[Layout]]:
         assert weight.shard is not None
         last = value.rank - 1
         if value.partial:
-            raise Conflict("AT310", "a row layer is given a sum whose parts are still on the ranks", blame=(value,))
+            raise Conflict(
+                "AT310", "a row layer is given a sum whose parts are still on the ranks", blame=(value,)
+            )
         if value.shard is None:
             if placed.rule.split_input:
                 return [INVARIANT], [INVARIANT]
@@ -337,7 +353,8 @@ class _Engine:
         if value.shard.dim != last:
             raise Conflict(
                 "AT307",
-                f"a row layer reads its own features on each rank; here dim {value.shard.dim} of the input is sharded",
+                "a row layer reads its own features on each rank; here dim "
+                f"{value.shard.dim} of the input is sharded",
                 blame=(value, weight),
                 notes=(f"{value}",),
             )
@@ -388,7 +405,10 @@ class _Engine:
                 what = "a sharded value"
             name = f"output {output.name}" if output.name else "the output"
             conflict = Conflict(
-                "AT311", f"{name} is {what}, and the caller would get each rank's part", blame=(value,), notes=(f"{value}",)
+                "AT311",
+                f"{name} is {what}, and the caller would get each rank's part",
+                blame=(value,),
+                notes=(f"{value}",),
             )
             self._find(output.node, conflict, self.origins[output.node])
 

@@ -58,13 +58,13 @@ def refuse_sharded(model: nn.Module) -> None:
         if _KEY in module.__dict__:
             what = f"its {path}" if path else "it"
             raise UsageError(
-                f"{type(model).__name__}: {what} is sharded already, over tp={module.__dict__[_KEY].group.size}; "
-                "a model is sharded once, as a whole"
+                f"{type(model).__name__}: {what} is sharded already, over "
+                f"tp={module.__dict__[_KEY].group.size}; a model is sharded once, as a whole"
             )
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
             raise UsageError(
-                f"{type(model).__name__}: {path or 'it'} is a {type(module).__name__} already; shard takes models "
-                "of whole layers"
+                f"{type(model).__name__}: {path or 'it'} is a {type(module).__name__} already; shard takes "
+                "models of whole layers"
             )
 
 
@@ -96,7 +96,9 @@ def _adopt(module: nn.Module, placed: Placed, layouts: Mapping[str, Shard], grou
         ColumnParallelLinear.adopt(module, shard=shard, group=group, gather_output=placed.rule.gather_output)
     elif placed.style == "row":
         assert isinstance(module, nn.Linear)
-        RowParallelLinear.adopt(module, shard=shard, group=group, input_is_parallel=not placed.rule.split_input)
+        RowParallelLinear.adopt(
+            module, shard=shard, group=group, input_is_parallel=not placed.rule.split_input
+        )
     else:
         assert isinstance(module, nn.Embedding)
         VocabParallelEmbedding.adopt(module, shard=shard, group=group)
@@ -123,6 +125,7 @@ def _cut(model: nn.Module, layouts: Mapping[str, Shard], rank: int) -> None:
 def _refuse_training(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     if model.training:
         raise UnprovenPath(
-            f"{type(model).__name__}: its forward could not be traced in train mode when it was sharded, so nothing "
-            "is proven about it; call model.eval(), or shard with inputs= with which the train forward runs"
+            f"{type(model).__name__}: its forward could not be traced in train mode when it was sharded, so "
+            "nothing is proven about it; call model.eval(), or shard with inputs= with which the train "
+            "forward runs"
         )
