@@ -260,16 +260,19 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
+        expected = self.weight.shape[1] if self.input_is_parallel else self.in_features
+        if input.shape[-1] != expected:
+            part = f", rank {self.group.rank} of {self.group.size} holds {expected}"
+            raise UsageError(
+                f"RowParallelLinear: the input has {input.shape[-1]} features, "
+                f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
+                f"(input_is_parallel={self.input_is_parallel})"
+            )
+        if self.group.size == 1:
+            return F.linear(input, self.weight, self.bias)
         x = input
         if not self.input_is_parallel:
             x = mappings.scatter(x, self.group, dim=-1, shard=self.shard)
-        if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        if x.shape[-1] != self.weight.shape[1]:
-            raise UsageError(
-                f"RowParallelLinear: the input has {x.shape[-1]} features, this rank's part of "
-                f"in_features={self.in_features} over tp={self.group.size} has {self.weight.shape[1]}"
-            )
         y = F.linear(x, self.weight)  # (..., in/tp) x (out, in/tp) -> (..., out), partial
         if not self.reduce_output:
             return y if self.bias is None else y + mappings.share(self.bias, self.group).to(y.dtype)
