@@ -17,8 +17,11 @@ from transformers import AutoModel
 from demo.embed import SENTENCES, embed, model_folder
 
 MODEL_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+NAME = "all-MiniLM-L6-v2"
 LARGEST_DIFFERENCE = 1e-5
 TP = 2
+LOCAL = "--standalone --local-addr 127.0.0.1"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def run(*command: str | Path, module: str = "autotp") -> None:
-    """Run a command line as a user would, and show it; its output goes to the terminal."""
-    words = [str(word) for word in command]
-    shown = {"autotp": "autotp", "torch.distributed.run": "torchrun"}[module]
-    print(f"\n$ {shown} {' '.join(words)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", module, *words], env=environment(), check=False)
+def run(command: str, *, folder: Path) -> None:
+    """Run a command line in `folder` as a user would, and show it; its output goes to the terminal."""
+    print(f"\n$ {command}", flush=True)
+    program, *words = command.split()
+    module = {"autotp": "autotp", "torchrun": "torch.distributed.run"}[program]
+    done = subprocess.run([sys.executable, "-m", module, *words], cwd=folder, env=environment(), check=False)
     if done.returncode:
-        raise SystemExit(f"the demo stops: {shown} ended with exit code {done.returncode}")
+        raise SystemExit(f"the demo stops: {program} ended with exit code {done.returncode}")
 
 
 def environment() -> dict[str, str]:
@@ -75,6 +78,7 @@ def environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "HF_HUB_OFFLINE": "1",
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
 
 
@@ -82,32 +86,32 @@ def main() -> int:
     started = time.monotonic()
     model = model_folder()
     checks = [Check("model file", sha256(model / "model.safetensors") == MODEL_SHA256, "sha256 as published")]
-    with tempfile.TemporaryDirectory(prefix="autotp-demo-") as folder:
-        shards, back, result = (Path(folder, name) for name in ("shards", "merged", "result.pt"))
+    with tempfile.TemporaryDirectory(prefix="autotp-demo-") as temporary:
+        folder = Path(temporary)
+        (folder / NAME).symlink_to(model, target_is_directory=True)
 
         print("1. Dry run: what each rank would hold, with the layouts proven. No ranks, no weights.")
         for tp in (TP, 4):
-            run("plan", model, "--tp", str(tp), "--prove")
+            run(f"autotp plan {NAME} --tp {tp} --prove", folder=folder)
 
         print(f"\n2. Convert the checkpoint to {TP} rank shards.")
-        run("convert", model, shards, "--tp", str(TP))
+        run(f"autotp convert {NAME} shards --tp {TP}", folder=folder)
 
-        print(f"\n3. Start {TP} ranks, each loads its shard and embeds {len(SENTENCES)} sentences.")
-        options = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(TP))
-        run(*options, "-m", "demo.rank", shards, model, result, module="torch.distributed.run")
+        print(f"\n3. Start {TP} ranks; each loads its shard and embeds {len(SENTENCES)} sentences.")
+        run(f"torchrun {LOCAL} --nproc-per-node {TP} -m demo.rank shards {NAME} result.pt", folder=folder)
 
         print("\n4. Compare with the unsharded model.")
         whole = AutoModel.from_pretrained(model)
-        of_ranks = torch.load(result, weights_only=True)
+        of_ranks = torch.load(folder / "result.pt", weights_only=True)
         checks += compare(embed(whole, model), of_ranks["embeddings"])
 
         print("\n5. Merge the shards back.")
-        run("merge", shards, back)
-        checks.append(same_bytes(model / "model.safetensors", back / "model.safetensors"))
+        run("autotp merge shards merged", folder=folder)
+        checks.append(same_bytes(model / "model.safetensors", folder / "merged" / "model.safetensors"))
 
     parameters = sum(parameter.numel() for parameter in whole.parameters())
     held = " + ".join(f"{n / 1e6:.1f} M" for n in of_ranks["held"])
-    print(f"\nall-MiniLM-L6-v2, {parameters / 1e6:.1f} M parameters, tp={TP}: the ranks hold {held}")
+    print(f"\n{NAME}, {parameters / 1e6:.1f} M parameters, tp={TP}: the ranks hold {held}")
     for check in checks:
         print(f"  {'ok' if check.ok else 'FAILED':6}  {check.name:18}  {check.found}")
     print(f"  {time.monotonic() - started:.0f} s")
@@ -115,5 +119,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.update(environment())
+    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.exit(main())

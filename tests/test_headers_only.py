@@ -1,12 +1,17 @@
 """A dry run from a checkpoint's headers: no torch, no weights read, the numbers of Llama 3.1 8B."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from benchmarks.dry_run import dry_run
 from benchmarks.llama_headers import shapes, write
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +38,13 @@ def test_a_dry_run_leaves_torch_out(llama):
     assert not torch_imported
     assert "names and shapes" in output
     assert "q_proj" in output and "down_proj" in output
+
+
+def test_analyze_of_a_folder_leaves_torch_out(llama):
+    code = (
+        "import autotp, sys\n"
+        f"analysis = autotp.analyze({str(llama)!r}, 'llama', tp=8, check='shapes')\n"
+        "print(analysis.ok, analysis.certainty, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "True names and shapes False\n"
