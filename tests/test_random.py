@@ -1,0 +1,161 @@
+"""Random numbers: alike where values are alike, different where they are sharded, and replayed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autotp.comm import Group, simulate
+from autotp.diagnostic import UsageError
+from autotp.random import Streams, rank_stream, synchronize, use_rank_stream
+from tests.test_mappings import randn
+
+
+def draw(group: Group) -> list[Tensor]:
+    torch.manual_seed(3)
+    first = torch.rand(4)
+    with rank_stream(group):
+        own = torch.rand(4)
+    second = torch.rand(4)
+    with rank_stream(group):
+        again = torch.rand(4)
+    return [first, own, second, again, torch.rand(4)]
+
+
+def test_the_common_stream_stays_common_and_ranks_differ(run) -> None:
+    every = run(draw)
+    for common in (0, 2, 4):
+        assert all(torch.equal(found[common], every[0][common]) for found in every)
+    for own in (1, 3):
+        assert len({tuple(found[own].tolist()) for found in every}) == run.size
+    assert not torch.equal(every[0][1], every[0][3])
+    assert all(torch.equal(a, b) for a, b in zip(run(draw)[1], every[1], strict=True))  # reproducible
+
+
+def drop(group: Group, how: str) -> list[Tensor]:
+    """Two rounds of sharded and replicated dropout, with and without activation checkpointing."""
+    torch.manual_seed(1)
+    sharded, replicated = nn.Dropout(0.2), nn.Dropout(0.2)
+    use_rank_stream(sharded, group)
+    block = nn.Sequential(sharded, nn.Tanh(), replicated, nn.Tanh(), sharded)
+    x = randn(1, 6, 8).requires_grad_()
+    if how == "plain":
+        y = block(block(x))
+    else:
+        reentrant = how == "reentrant"
+        y = checkpoint(block, checkpoint(block, x, use_reentrant=reentrant), use_reentrant=reentrant)
+    y.sum().backward()
+    return [y.detach(), x.grad, torch.rand(3)]
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+def test_checkpointing_replays_every_stream(run, how: str) -> None:
+    plain, replayed = run(drop, "plain"), run(drop, how)
+    for a, b in zip(plain, replayed, strict=True):
+        assert torch.count_nonzero(a[1])
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert torch.equal(a[2], plain[0][2])
+    assert not torch.equal(plain[0][0], plain[1][0])
+
+
+def test_hooks_draw_only_in_training_and_survive_copies() -> None:
+    def scenario(group: Group) -> list[Tensor]:
+        module = nn.Dropout(0.5)
+        use_rank_stream(module, group)
+        module.eval()
+        before = torch.get_rng_state()
+        module(torch.ones(5))
+        assert torch.equal(before, torch.get_rng_state())
+        found = []
+        for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            torch.manual_seed(2)
+            found += [each.train()(torch.ones(64)), torch.rand(2)]
+        return found
+
+    a, b = simulate(2, scenario)
+    assert torch.equal(a[0], a[2])
+    assert not torch.equal(a[0], b[0])
+    assert torch.equal(a[1], b[1])
+
+
+def test_an_exception_in_the_module_brings_the_common_stream_back() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(100)
+            raise KeyError("fault")
+
+    module = Fails()
+    use_rank_stream(module)
+    torch.manual_seed(0)
+    with rank_stream():
+        pass
+    want = torch.rand(3)
+    torch.manual_seed(0)
+    with pytest.raises(KeyError):
+        module(torch.ones(1))
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_named_streams() -> None:
+    streams = Streams()
+    streams.add("experts", 5)
+    streams.add("noise", 6)
+    for name, seed, text in (
+        ("experts", 7, "the stream 'experts' is there already"),
+        ("other", 6, "the seed 6 of the stream 'other' is that of the stream 'noise'"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            streams.add(name, seed)
+        assert str(caught.value) == text
+    with pytest.raises(UsageError) as caught:
+        streams.fork("expert")
+    assert str(caught.value) == "there is no stream 'expert'; there is: 'experts', 'noise'"
+
+    def numbers(name: str) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        with streams.fork(name):
+            own = torch.rand(3).tolist()
+        return own, torch.rand(3).tolist()
+
+    experts, noise = numbers("experts"), numbers("noise")
+    assert experts == numbers("experts")
+    assert experts[0] != noise[0]
+    assert experts[1] == noise[1]
+    kept = streams.states
+    streams.reset()
+    with pytest.raises(UsageError, match="there is: none"):
+        streams.fork("experts")
+    streams.states = kept
+    assert numbers("experts") == experts
+
+
+def sampled(group: Group) -> tuple[list[int], list[int]]:
+    torch.manual_seed(group.rank)
+    weights = torch.ones(1000)
+    apart = torch.multinomial(weights, 5).tolist()
+    synchronize(group)
+    return apart, torch.multinomial(weights, 5).tolist()
+
+
+def test_sampling_is_equal_on_all_ranks_after_synchronize(run) -> None:
+    every = run(sampled)
+    assert len({tuple(apart) for apart, _ in every}) == run.size
+    assert len({tuple(together) for _, together in every}) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_streams() -> None:
+    def scenario(group: Group) -> list[Tensor]:
+        torch.manual_seed(3)
+        with rank_stream(group):
+            own = torch.rand(4, device="cuda")
+        return [own.cpu(), torch.rand(4, device="cuda").cpu()]
+
+    a, b = simulate(2, scenario)
+    assert not torch.equal(a[0], b[0])
+    assert torch.equal(a[1], b[1])
