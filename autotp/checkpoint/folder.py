@@ -160,7 +160,7 @@ def _indexed(folder: Path, text: bytes) -> tuple[Header, ...]:
 
 def is_plain_name(name: str) -> bool:
     """Whether a name is one of a file in this very folder."""
-    return name not in (".", "..") and not any(c in "/\\" or ord(c) < 32 for c in name)
+    return name not in ("", ".", "..") and not any(c in "/\\" or ord(c) < 32 for c in name)
 
 
 def _inside(

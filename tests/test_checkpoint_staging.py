@@ -1,0 +1,251 @@
+"""A folder appears whole or not at all; a killed run goes on."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from autotp.checkpoint import convert, merge
+from autotp.checkpoint.staging import JOURNAL, Staging, check_target, free_bytes, partial
+from autotp.diagnostic import CheckpointError
+from tests.checkpoints import random_tensor, tree, write_checkpoint
+
+JOB = {"job": "x", "source": [["a", 1, 2, "h"]]}
+
+
+class Killed(BaseException):
+    """What ends a run without any chance to clean up."""
+
+
+def refusal(*args):
+    with pytest.raises(CheckpointError) as raised:
+        Staging(*args)
+    return str(raised.value)
+
+
+def test_the_target_appears_at_the_end(tmp_path):
+    target = tmp_path / "deep" / "out"
+    with Staging(target, JOB) as staging:
+        (staging.path / "file").write_text("x")
+        assert not target.exists()
+        staging.commit()
+    assert tree(tmp_path) == {"deep/out/file": b"x"}
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError), Staging(tmp_path / "out", JOB) as staging:
+        (staging.path / "file").write_text("x")
+        raise ValueError
+    assert os.listdir(tmp_path) == []
+
+
+def interrupted(target, job, names=("one",)):
+    with pytest.raises(Killed), Staging(target, job) as staging:
+        for name in names:
+            (staging.path / name).write_text(name)
+            staging.finish(name, {"by": name})
+        raise Killed
+
+
+def test_the_same_job_goes_on_and_another_starts_afresh(tmp_path):
+    target = tmp_path / "out"
+    interrupted(target, JOB)
+    with open(partial(target) / JOURNAL, "a") as journal:
+        journal.write('{"file": "two", "rec')  # killed in the middle of a line
+    interrupted(target, JOB, names=("two",))
+    with Staging(target, JOB) as staging:
+        assert staging.finished == {"one": {"by": "one"}, "two": {"by": "two"}}
+        assert (staging.path / "one").read_text() == "one"
+        raised = refusal(target, JOB)
+        assert raised == f"{target}: another run is writing it"
+    with Staging(target, JOB | {"job": "y"}) as staging:
+        assert staging.finished == {} and os.listdir(staging.path) == [JOURNAL]
+    (partial(target) / JOURNAL).write_bytes(b"\xff\x00")
+    (partial(target) / "folder").mkdir()
+    with Staging(target, JOB) as staging:
+        assert staging.finished == {} and os.listdir(staging.path) == [JOURNAL]
+
+
+def test_a_source_that_changed_since_is_an_error(tmp_path):
+    target = tmp_path / "out"
+    interrupted(target, JOB)
+    changed = {"job": "x", "source": [["a", 1, 3, "h"], ["b", 1, 1, ""]]}
+    assert refusal(target, changed) == (
+        f"{partial(target)}: an interrupted run read other files: a, b changed meanwhile; "
+        "remove this folder to start again"
+    )
+
+
+def test_links_in_the_way_are_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"link: exists and is not a folder; name a new one$"):
+        check_target(tmp_path / "link")
+    partial(tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    assert (
+        refusal(tmp_path / "out", JOB) == f"{partial(tmp_path / 'out')}: cannot be written: Not a directory"
+    )
+    assert (tmp_path / "elsewhere" / "precious").exists()
+
+
+def test_a_target_that_someone_else_makes_meanwhile(tmp_path):
+    with pytest.raises(CheckpointError) as raised, Staging(tmp_path / "out", JOB) as staging:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+        staging.commit()
+    assert str(raised.value) == f"{tmp_path / 'out'}: was made by someone else meanwhile"
+    assert tree(tmp_path) == {"out/theirs": b""}
+
+
+def test_free_bytes_count_what_the_last_run_left(tmp_path):
+    before = free_bytes(tmp_path / "a" / "b")
+    partial(tmp_path / "out").mkdir()
+    (partial(tmp_path / "out") / "file").write_bytes(bytes(1 << 24))
+    assert free_bytes(tmp_path / "out") >= before - (1 << 23)
+
+
+TENSORS = {f"up.{i}.weight": random_tensor("F32", (1024, 512), i) for i in range(6)}
+PLAN = {"up.*": "column"}
+
+
+def test_a_run_that_was_interrupted_does_not_repeat_what_is_done(tmp_path):
+    source, out = write_checkpoint(tmp_path / "in", TENSORS, files=3), tmp_path / "out"
+    options = {"plan": PLAN, "tp": 2, "check": "shapes"}
+    convert(source, tmp_path / "whole", **options)
+
+    def stop_in(file):
+        def progress(done, total, name):
+            if name.startswith(file):
+                raise Killed
+
+        return progress
+
+    for _ in range(2):
+        with pytest.raises(Killed):
+            convert(source, out, progress=stop_in("model-00003"), **options)
+        written = {p: p.stat().st_mtime_ns for p in partial(out).rglob("model-0000[12]*")}
+        assert len(written) == 4 and not out.exists()
+    convert(source, out, **options)
+    for path, when in written.items():
+        assert (out / path.relative_to(partial(out))).stat().st_mtime_ns == when
+    assert tree(out) == tree(tmp_path / "whole")
+    assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]
+
+
+def test_what_a_dead_machine_lost_is_written_again(tmp_path):
+    source, out = write_checkpoint(tmp_path / "in", TENSORS, files=3), tmp_path / "out"
+    options = {"plan": PLAN, "tp": 2, "check": "shapes"}
+    convert(source, tmp_path / "whole", **options)
+
+    def stop(done, total, name):
+        if name.startswith("model-00003"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        convert(source, out, progress=stop, **options)
+    lost = partial(out) / "rank-1-of-2" / "model-00002-of-00003.safetensors"
+    size = lost.stat().st_size
+    os.truncate(lost, 5000)
+    os.truncate(lost, size)
+    (partial(out) / "rank-0-of-2" / "model-00001-of-00003.safetensors").unlink()
+    convert(source, out, **options)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_two_runs_at_once(tmp_path):
+    source, out = write_checkpoint(tmp_path / "in", TENSORS, files=3), tmp_path / "out"
+    partial(out).mkdir()
+    lock = os.open(partial(out), os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(CheckpointError, match=r"out: another run is writing it$"):
+        convert(source, out, plan=PLAN, tp=2, check="shapes")
+    os.close(lock)
+    convert(source, out, plan=PLAN, tp=2, check="shapes")
+
+
+RUN = """
+import json, sys
+from autotp.checkpoint import convert, merge
+import autotp.checkpoint.carry, autotp.checkpoint.ranks
+print("ready", flush=True)
+what, source, target, options = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+(convert if what == "convert" else merge)(source, target, **options)
+"""
+
+
+def run_and_kill(after, *args):
+    """Start a run in its own process, kill it `after` seconds of work; whether it lived to its end."""
+    process = subprocess.Popen([sys.executable, "-c", RUN, *map(str, args)], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    code = process.wait()
+    process.stdout.close()
+    assert code in (0, -signal.SIGKILL)
+    return code == 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_target_is_whole_or_absent(tmp_path):
+    """Twenty kills of a convert and of a merge each; every rerun goes on and ends in identical bytes."""
+    source = write_checkpoint(
+        tmp_path / "in", {f"up.{i}.weight": random_tensor("F32", (2048, 1024), i) for i in range(12)}, files=6
+    )
+    options = {"plan": PLAN, "tp": 3, "check": "shapes"}
+    started = time.monotonic()
+    convert(source, tmp_path / "whole", **options)
+    merge(tmp_path / "whole", tmp_path / "back")
+    took = (time.monotonic() - started) / 2
+    expected, original = tree(tmp_path / "whole"), tree(source)
+    assert tree(tmp_path / "back") == original
+    moments = random.Random(0)
+    for what, begin, text, bytes_expected in (
+        ("convert", source, json.dumps(options), expected),
+        ("merge", tmp_path / "whole", "{}", original),
+    ):
+        target, kills, finished = tmp_path / f"{what}-out", 0, 0
+        while kills < 20:
+            lived = run_and_kill(moments.uniform(0, took * 1.2), what, begin, target, text)
+            kills += not lived
+            if target.exists():
+                assert tree(target) == bytes_expected
+                finished += 1
+                shutil.rmtree(target)
+        if not target.exists():
+            convert(begin, target, **options) if what == "convert" else merge(begin, target)
+        assert tree(target) == bytes_expected
+        assert not partial(target).exists()
+
+
+def test_a_full_disk_is_told_before_and_during(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "in", TENSORS, files=3)
+    options = {"plan": PLAN, "tp": 2, "check": "shapes"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    told = convert(source, tmp_path / "out", dry_run=True, **options)
+    assert not told.fits and told.free == 1000
+    with pytest.raises(CheckpointError, match=rf"out: needs {told.nbytes} bytes, and 1000 are free$"):
+        convert(source, tmp_path / "out", **options)
+    monkeypatch.undo()
+    real, written = os.pwrite, []
+
+    def full(fd, data, at):
+        written.append(len(data))
+        if sum(written) > 5 << 20:
+            raise OSError(28, "No space left on device")
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        CheckpointError, match=r"model-0000\d-of-00003.safetensors: cannot be written: No space left on"
+    ):
+        convert(source, tmp_path / "out", **options)
+    assert os.listdir(tmp_path) == ["in"]
