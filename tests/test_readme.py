@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autotp import Plan
 from demo.embed import model_folder
 
 ROOT = Path(__file__).parent.parent
@@ -39,12 +40,37 @@ def test_the_dry_run_is_what_the_command_prints(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "autotp", *command.split()[2:]],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stdout == output
+
+
+@pytest.mark.slow
+def test_the_refusal_is_what_the_example_prints():
+    (shown,) = blocks("text")
+    done = subprocess.run(
+        [sys.executable, "examples/01_mlp.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown in done.stdout
+
+
+def test_the_plan_is_a_plan():
+    (text,) = blocks("yaml")
+    assert set(Plan.loads(text).rules) == {
+        "word_embeddings",
+        "self.query",
+        "gate_up_proj",
+        "output.dense",
+        "lm_head",
+    }
 
 
 def test_every_file_that_it_names_exists():
