@@ -72,7 +72,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
     proven = not errors(findings)
     return replace(
         analysis,
-        layouts={n: proof.cuts[first.get(n, n)] for n in analysis.layouts} if proven else analysis.layouts,
+        layouts={n: proof.cuts.get(first.get(n, n), cut) for n, cut in analysis.layouts.items()},
         diagnostics=findings,
         certainty=LAYOUTS if proven else analysis.certainty,
         collectives=tuple(_collectives(analysis.matches, proof)) if proven else analysis.collectives,

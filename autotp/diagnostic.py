@@ -103,10 +103,10 @@ class AutotpError(Exception):
 
 
 class PlanError(AutotpError):
-    """A plan that is refused; `diagnostics` holds every finding."""
+    """A plan that is refused; `diagnostics` holds every finding, errors first."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
-        self.diagnostics = tuple(diagnostics)
+        self.diagnostics = tuple(sorted(diagnostics, key=lambda d: d.severity != "error"))
         super().__init__(render(self.diagnostics))
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[Diagnostic, ...]]]:

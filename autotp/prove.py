@@ -20,7 +20,7 @@ from autotp.match import Matches
 from autotp.placement import Shard
 from autotp.propagate import dual
 from autotp.propagate.diagnose import diagnose, rule_line
-from autotp.propagate.engine import Finding, Propagation, propagate
+from autotp.propagate.engine import RANDOM, Finding, Propagation, propagate
 from autotp.trace.inputs import Samples
 from autotp.trace.recorder import TraceError, record
 
@@ -54,7 +54,9 @@ def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Sa
     Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
     first = dict(inventory.aliases)
-    proof = Proof({first.get(n, n): cut for n, cut in matches.layouts.items()})
+    # On one rank nothing is cut, and the traces only show that the model runs.
+    cuts = matches.layouts if matches.tp > 1 else {}
+    proof = Proof({first.get(n, n): cut for n, cut in cuts.items()})
     shapes = {n: t.shape for n, t in inventory.tensors().items()}
     settled: dict[str, Shard] = {}
     reached: set[str] = set()
@@ -68,9 +70,9 @@ def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Sa
                     return proof
                 continue
             whole = propagate(trace, matches, proof.cuts, first)
-            reached |= whole.reached
+            reached |= whole.reached if cuts else trace.calls.keys()
             _random(whole)
-            if not whole.findings:
+            if not whole.findings and cuts:
                 whole.findings += _ranks(module, matches, whole, samples, shapes, first, grad)
             if not whole.findings:
                 whole.findings += _resettled(settled, whole)
@@ -131,6 +133,7 @@ def _random(whole: Propagation) -> None:
                     whole, path, "AT316",
                     "random numbers are drawn both on sharded values, where ranks must differ, and on whole "
                     "ones, where they must agree",
+                    ops=RANDOM | {"scaled_dot_product_attention"},
                 )
             )  # fmt: skip
 

@@ -6,6 +6,7 @@ The same conflict in every layer of a stack is one finding that says in how many
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import re
 from collections.abc import Iterable
@@ -90,7 +91,7 @@ def _remedies(
 ) -> list[str]:
     """The lines of the plan that would make it right, as the plan file has them."""
     code = finding.conflict.code
-    columns = [p for p in placed if p.style == "column"]
+    columns = [p for p in placed if p.style == "column" and not (code == "AT314" and p is own)]
     gathers = [rule_line(p.pattern, p.rule, gather_output=True) for p in _once(columns)]
     gathered = f"let every rank have the whole value: `{'`, `'.join(gathers)}`" if gathers else ""
     help: list[str] = []
@@ -113,11 +114,14 @@ def _remedies(
         if code == "AT307" and len(columns) > 1:
             help.append("deal the same number of units to each of them: the same `heads` in their rules")
     elif code == "AT308" and placed:
-        units, parts = (
-            rule_line(placed[0].pattern, placed[0].rule, **{o: "N"}) for o in ("heads", "sections")
-        )
-        help.append(f"say how many units are dealt: `{units}`, with N the number of heads")
-        help.append(f"or its layout, if it is a fusion of parts: `{parts}`")
+        heads = _heads(finding)
+        if heads is not None and heads >= propagation.matches.tp:
+            units = rule_line(placed[0].pattern, placed[0].rule, heads=heads)
+            help.append(f"say that whole heads are dealt: `{units}`")
+        elif heads is not None:
+            help.append(f"{heads} heads cannot be dealt to {propagation.matches.tp} ranks; tp up to {heads} works")
+        parts = rule_line(placed[0].pattern, placed[0].rule, sections="N")
+        help.append(f"if the layer is a fusion of N equal parts: `{parts}`")
         return help
     elif code == "AT309" and placed:
         line = rule_line(placed[0].pattern, placed[0].rule, sections=_sections(finding))
@@ -170,6 +174,20 @@ def _is_whole(node: fx.Node, propagation: Propagation) -> bool:
     from autotp.placement import Partial, Shard
 
     return not any(isinstance(x, (Shard, Partial)) for x in propagation.layouts.get(node, []))
+
+
+def _heads(finding: Finding) -> int | None:
+    """How many units the view makes of the sharded dim, when it splits that dim."""
+    cut = next((v for v in finding.conflict.blame if v.shard is not None), None)
+    val = finding.node.meta["val"]
+    if cut is None or cut.shard is None or isinstance(val, list) or len(val.shape) <= cut.rank:
+        return None
+    before, dim = 1, cut.shard.dim
+    for size in val.shape:
+        if before == math.prod(cut.shape[:dim]) and size != 1:
+            return int(size)
+        before *= size
+    return None
 
 
 def _sections(finding: Finding) -> object:

@@ -266,9 +266,17 @@ def failed(whole: Propagation, error: TraceError, rank: int) -> Finding:
     return found
 
 
-def finding_in(whole: Propagation, path: str, code: str, message: str, help: tuple[str, ...] = ()) -> Finding:
-    """A finding at the first op of the module `path` that has to do with a shard."""
+def finding_in(
+    whole: Propagation,
+    path: str,
+    code: str,
+    message: str,
+    help: tuple[str, ...] = (),
+    ops: frozenset[str] | None = None,
+) -> Finding:
+    """A finding at the first op (of those named `ops`) of the module `path` that has to do with a shard."""
     inside = [n for n in whole.trace.ops() if _within(n.meta["module"], path)]
+    inside = [n for n in inside if ops is None or op_name(n) in ops]
     node = next((n for n in inside if _origins(whole, n)), (inside or whole.trace.ops())[0])
     return Finding(node, Conflict(code, message, help=help), _origins(whole, node))
 

@@ -101,8 +101,9 @@ class _Engine:
         # A layer's cut tensors may be used by that layer alone (tied tensors: by each of their layers).
         self.owners: dict[str, list[Placed]] = {}
         for placed in self.placed.values():
-            for name in placed.layouts:
-                self.owners.setdefault(self._canonical(name), []).append(placed)
+            for name in map(self._canonical, placed.layouts):
+                if name in result.cuts:
+                    self.owners.setdefault(name, []).append(placed)
         self.followed: set[str] = set()  # row layers whose cut is settled by a call
 
     def run(self) -> Propagation:

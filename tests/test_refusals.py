@@ -1,0 +1,111 @@
+"""Wrong plans, refused before a rank starts, each with its whole message.
+
+The plans and messages lie in tests/refusals: NAME.yaml and NAME.txt. With AUTOTP_WRITE_MESSAGES=1 the
+messages are written anew; read the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import autotp
+from autotp.comm import simulate
+from autotp.diagnostic import render
+from tests import models
+
+FOLDER = Path(__file__).parent / "refusals"
+
+CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "softmax": (lambda: models.MLP(between=models.softmax), 2),
+    "norm": (models.Normed, 2),
+    "mean": (lambda: models.MLP(between=models.standardise), 2),
+    "cumsum": (lambda: models.MLP(between=models.cumulate), 2),
+    "flip": (lambda: models.MLP(between=models.flip), 2),
+    "fused_gate": (models.FusedGate, 2),
+    "column_without_row": (models.MLP, 2),
+    "row_without_column": (models.MLP, 2),
+    "swapped": (models.MLP, 2),
+    "column_after_column": (models.MLP, 2),
+    "split_twice": (models.MLP, 2),
+    "k_forgotten": (models.llama, 2),
+    "k_and_v_forgotten": (models.llama, 2),
+    "gate_without_up": (models.llama, 2),
+    "heads_dealt_differently": (models.llama, 4),
+    "cut_head": (models.llama, 5),
+    "matches_nothing": (models.MLP, 2),
+    "rule_matches_nothing": (models.MLP, 2),
+    "misspelt": (models.llama, 2),
+    "returned": (models.MLP, 2),
+    "head_returned": (models.llama, 2),
+    "opt": (models.Opt, 2),
+    "size_in_the_numbers": (models.Scaled, 2),
+    "functional": (models.Functional, 2),
+    "learned": (models.Learned, 2),
+    "mixed_dropout": (models.Mixed, 2),
+    "unused": (models.Unused, 2),
+    "in_place": (models.InPlace, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name):
+    factory, tp = CASES[name]
+    plan = autotp.Plan.load(FOLDER / f"{name}.yaml")
+    analysis = autotp.analyze(factory(), plan, tp=tp)
+    assert not analysis.ok
+    text = render(d for d in analysis.diagnostics if d.severity == "error") + "\n"
+    text = text.replace(str(FOLDER) + os.sep, "")
+    file = FOLDER / f"{name}.txt"
+    if os.environ.get("AUTOTP_WRITE_MESSAGES"):
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+def test_every_file_is_a_case():
+    assert {f.stem for f in FOLDER.glob("*.yaml")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", ["softmax", "k_forgotten", "opt"])
+def test_shard_and_verify_raise_and_touch_nothing(name):
+    factory, tp = CASES[name]
+    model = factory()
+    before = {n: (id(p), p.detach().clone()) for n, p in model.named_parameters()}
+    classes = {n: type(m) for n, m in model.named_modules()}
+    plan = autotp.Plan.load(FOLDER / f"{name}.yaml")
+    with pytest.raises(autotp.PlanError):
+        autotp.verify(model, plan, tp=tp)
+    with pytest.raises(autotp.PlanError):
+        simulate(tp, lambda group: autotp.shard(model, plan, group))
+    assert {n: type(m) for n, m in model.named_modules()} == classes
+    for n, p in model.named_parameters():
+        assert before[n][0] == id(p)
+        assert p.equal(before[n][1])
+
+
+@pytest.mark.parametrize(
+    ("factory", "plan", "tp"),
+    [
+        (models.MLP, {"fc1": "column", "fc2": "row"}, 2),
+        (models.Twice, {"fc1": "column", "fc2": "row"}, 3),
+        (models.Dropped, {"fc1": "column", "fc2": "row"}, 2),
+        (models.FusedGate, {"gate_up": {"style": "column", "sections": 2}, "down": "row"}, 4),
+        (models.llama, "llama", 2),
+        (models.llama, "llama", 3),
+        (models.llama, "llama", 4),
+        (lambda: models.llama(tie_word_embeddings=True), "llama", 3),
+        (lambda: models.llama(attn_implementation="eager"), "llama", 2),
+        (models.bert, "bert", 2),
+        (models.bert, "bert", 5),
+        (lambda: models.bert(attn_implementation="eager"), "bert", 3),
+    ],
+)
+def test_right_plans_are_not_refused(factory, plan, tp):
+    analysis = autotp.analyze(factory(), plan, tp=tp)
+    assert analysis.ok, render(analysis.diagnostics)
+    assert analysis.certainty == "layouts"
+    assert set(analysis.modes) >= {"inference", "eval", "train"}
