@@ -122,9 +122,10 @@ def undecided(plan: Plan, inventory: Inventory, claims: Claims) -> Iterator[Diag
             lost.append(pattern)
     slips = [pattern for pattern in lost if pattern not in plan.optional]
     all_lost = len(lost) == len(plan.rules)
-    names = [*inventory.paths, *inventory.modules, *inventory.tensors()] if slips else []
+    modules = [path for path in dict.fromkeys((*inventory.modules, *inventory.paths)) if path]
     for pattern in slips:
-        near = " or ".join(f"`{name}`" for name in nearest(pattern, filter(None, names)))
+        close = nearest(pattern, modules) or nearest(pattern, inventory.tensors())
+        near = " or ".join(f"`{name}`" for name in close)
         help = (f"did you mean {near}?",) if near else () if all_lost else _layers(inventory)
         message = f"rule `{pattern}` matches nothing in {inventory.name}"
         yield Diagnostic("AT201", message, plan=plan.span(pattern), help=help)

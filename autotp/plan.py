@@ -27,8 +27,9 @@ from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, field_validat
 from autotp import pattern as patterns
 from autotp import planfile, plantext
 from autotp.diagnostic import PlanError, Span
-from autotp.planfault import Declared, Source, did_you_mean, quoted, refuse
-from autotp.rule import STYLES, Rule, RuleLike
+from autotp.planfault import Declared, Source, did_you_mean, named, quoted, refuse
+from autotp.planschema import plan_schema
+from autotp.rule import Rule, RuleLike
 
 __all__ = ["Plan", "Rule", "RuleLike", "as_plan", "plan_for", "shipped_plans"]
 
@@ -50,16 +51,17 @@ def _pattern(value: object) -> object:
     if not isinstance(value, str):
         raise refuse("AT108", f"a pattern is text, not {quoted(value)}", help=[f'write "{value}"'])
     if why := patterns.fault(value):
-        raise refuse("AT108", f"pattern {quoted(value)}: {why}")
+        raise refuse("AT108", f"pattern {named(value)}: {why}")
     return value
 
 
 def _rules(value: object) -> object:
     help = ["write under it a line like `fc1: column`"]
-    if not isinstance(value, Mapping):
-        raise refuse("AT107", f"rules is a mapping of patterns to styles, not {quoted(value)}", help=help)
-    if not value:
+    if value is None or value == {}:
         raise refuse("AT107", "rules is empty: the plan would shard nothing", help=help)
+    if not isinstance(value, Mapping):
+        help = ["leave out the dashes: a line is like `fc1: column`"] if isinstance(value, list) else help
+        raise refuse("AT107", f"rules is a mapping of patterns to styles, not {quoted(value)}", help=help)
     return value
 
 
@@ -67,12 +69,17 @@ def _optional(value: object) -> object:
     if not isinstance(value, (list, tuple)):
         message = f"optional is a list of patterns, not {quoted(value)}"
         raise refuse("AT111", message, help=["write `optional: [lm_head]`"])
-    for index, name in enumerate(value):
-        if not isinstance(name, str):
-            raise refuse("AT111", f"optional lists patterns, not {quoted(name)}", at=(index,))
-        if name in value[:index]:
-            raise refuse("AT113", f"optional lists `{name}` twice", at=(index,))
-    return tuple(value)
+    return value
+
+
+def _optional_rule(value: object, info: ValidationInfo) -> object:
+    rules = info.data.get("rules")
+    if not isinstance(value, str):
+        raise refuse("AT111", f"optional lists patterns, not {quoted(value)}")
+    if rules is not None and value not in rules:
+        help = did_you_mean(value, rules)
+        raise refuse("AT113", f"optional: {named(value)} is no rule of this plan", help=help)
+    return value
 
 
 class Plan(Declared):
@@ -98,7 +105,9 @@ class Plan(Declared):
     version: Annotated[Literal[1], BeforeValidator(_version)] = 1
     model_type: Annotated[str | None, BeforeValidator(_model_type)] = None
     rules: Annotated[dict[Annotated[str, BeforeValidator(_pattern)], Rule], BeforeValidator(_rules)]
-    optional: Annotated[tuple[str, ...], BeforeValidator(_optional)] = ()
+    optional: Annotated[
+        tuple[Annotated[str, BeforeValidator(_optional_rule)], ...], BeforeValidator(_optional)
+    ] = ()
     _spans: dict[str, Span] = PrivateAttr(default_factory=dict)
 
     if TYPE_CHECKING:
@@ -114,14 +123,10 @@ class Plan(Declared):
 
     @field_validator("optional")
     @classmethod
-    def _optional_rules_exist(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        rules = info.data.get("rules")
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for index, name in enumerate(value):
-            if rules is not None and name not in rules:
-                help = did_you_mean(name, rules)
-                raise refuse(
-                    "AT113", f"optional: {quoted(name)} is no rule of this plan", help=help, at=(index,)
-                )
+            if name in value[:index]:
+                raise refuse("AT113", f"optional lists {named(name)} twice", at=(index,))
         return value
 
     def __eq__(self, other: object) -> bool:
@@ -182,12 +187,7 @@ class Plan(Declared):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """The JSON schema of a plan file, for editors: `autotp plans --schema`."""
-        schema = cls.model_json_schema()
-        rules = schema["properties"]["rules"]
-        style = {"enum": [*STYLES, "colwise", "rowwise"], "type": "string"}
-        rules["additionalProperties"] = {"anyOf": [style, {"$ref": "#/$defs/Rule"}]}
-        rules["minProperties"] = 1
-        return schema
+        return plan_schema()
 
 
 def as_plan(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:

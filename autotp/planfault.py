@@ -41,10 +41,10 @@ from pydantic_core import PydanticCustomError
 
 from autotp.diagnostic import Diagnostic, PlanError, Span
 
-__all__ = ["Declared", "Place", "Source", "did_you_mean", "quoted", "refuse"]
+__all__ = ["Declared", "Place", "Source", "did_you_mean", "named", "quoted", "refuse"]
 
 Place = tuple[str | int, ...]  # ("rules", "fc1", "style")
-LONGEST_QUOTE = 60
+LONGEST_QUOTE = 120
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Source:
     """A plan as data, where each part of it stands in its text, and the faults of the text itself.
 
     `keys` and `values` are keyed by place: `keys["rules", "fc1"]` is where `fc1` stands,
-    `values["rules", "fc1"]` is where the rule stands. `readable` is False when there are no data.
+    `values["rules", "fc1"]` is where the rule stands. `spoiled` are places that could not be read, so
+    that what seems to be missing there is no second fault. `readable` is False when there are no data.
     """
 
     file: str
@@ -60,6 +61,7 @@ class Source:
     keys: Mapping[Place, Span] = field(default_factory=dict)
     values: Mapping[Place, Span] = field(default_factory=dict)
     faults: tuple[Diagnostic, ...] = ()
+    spoiled: frozenset[Place] = frozenset()
     readable: bool = True
 
     def span(self, place: Place, *, key: bool = False) -> Span | None:
@@ -71,23 +73,38 @@ class Source:
             place = place[:-1]
         return self.values.get(())
 
+    def is_spoiled(self, place: Place) -> bool:
+        """Whether a place is, holds, or is inside one that could not be read."""
+        return any(place[: len(bad)] == bad[: len(place)] for bad in self.spoiled)
+
+
+def named(text: str) -> str:
+    """A name between backticks, printable, cut when it is long.
+
+    >>> named("fc1"), named("bell" + chr(7))
+    ('`fc1`', '`bell\\\\x07`')
+    """
+    short = text[:LONGEST_QUOTE]
+    short = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+    return f"`{short}…`" if len(text) > LONGEST_QUOTE else f"`{short}`"
+
 
 def quoted(value: object) -> str:
-    """A value as a plan would have it, between backticks, cut when it is long.
+    """A value as a plan would have it.
 
-    >>> quoted(None), quoted(True), quoted("colum"), quoted([1, 2])
-    ('nothing', '`true`', '`colum`', 'the list `[1, 2]`')
+    >>> quoted(None), quoted(True), quoted("colum"), quoted("12"), quoted([1, "a"]), quoted({})
+    ('nothing', '`true`', '`colum`', 'the text `12`', 'a list', 'a mapping')
     """
     if value is None:
         return "nothing"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
     if isinstance(value, Mapping):
         return "a mapping"
-    text = value if isinstance(value, str) else repr(value)
-    if len(text) > LONGEST_QUOTE:
-        text = text[:LONGEST_QUOTE] + "…"
-    return f"the list `{text}`" if isinstance(value, (list, tuple)) else f"`{text}`"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    is_text = isinstance(value, str) and (value.isdecimal() or value in ("", "true", "false", "null"))
+    return f"the text {named(str(value))}" if is_text else named(str(value))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> tuple[str, ...]:
@@ -96,7 +113,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> tuple[str, ...]:
     >>> did_you_mean("colum", ["column", "row"])
     ('did you mean `column`?',)
     """
-    near = difflib.get_close_matches(word.lower()[:LONGEST_QUOTE], list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower()[:LONGEST_QUOTE], list(known), n=1, cutoff=0.65)
     return tuple(f"did you mean `{found}`?" for found in near)
 
 
@@ -128,7 +145,8 @@ class Declared(BaseModel):
             return handler(data)
         except ValidationError as error:
             source = info.context if isinstance(info.context, Source) else Source("")
-            findings = [_finding(dict(fault), cls, source) for fault in error.errors()]
+            faults = [_finding(dict(fault), cls, source) for fault in error.errors()]
+            findings = [finding for place, finding in faults if not source.is_spoiled(place)]
             raise PlanError(sorted([*source.faults, *findings], key=_in_order)) from None
         finally:
             _inside.reset(outermost)
@@ -138,8 +156,8 @@ def _in_order(finding: Diagnostic) -> tuple[int, int]:
     return (finding.plan.line, finding.plan.column) if finding.plan else (0, 0)
 
 
-def _finding(fault: dict[str, Any], model: type[BaseModel], source: Source) -> Diagnostic:
-    """One pydantic fault as a finding; those of our own validators carry their words along."""
+def _finding(fault: dict[str, Any], model: type[BaseModel], source: Source) -> tuple[Place, Diagnostic]:
+    """One pydantic fault, its place and its finding; those of our own validators carry their words along."""
     place: Place = fault["loc"]
     on_key = place[-1:] == ("[key]",)
     place = place[:-1] if on_key else place
@@ -155,15 +173,10 @@ def _finding(fault: dict[str, Any], model: type[BaseModel], source: Source) -> D
         code, message, notes, help = _missing(fault["loc"])
     else:  # a type that pydantic itself refuses
         code, message, notes, help = _no_model(place, fault)
-    subject = _subject(fault["loc"], model)
-    return Diagnostic(
-        code, subject + message, plan=source.span(place, key=on_key), notes=tuple(notes), help=tuple(help)
-    )
-
-
-def _subject(place: Place, model: type[BaseModel]) -> str:
-    """`rule `fc1`: ` for a fault inside a rule of a plan."""
-    return f"rule `{place[1]}`: " if len(place) > 1 and place[0] == "rules" else ""
+    if fault["loc"][:1] == ("rules",) and len(fault["loc"]) > 1 and code != "AT108":
+        message = f"rule {named(str(fault['loc'][1]))}: {message}"
+    span = source.span(place, key=on_key)
+    return place, Diagnostic(code, message, plan=span, notes=tuple(notes), help=tuple(help))
 
 
 Words = tuple[str, str, tuple[str, ...], tuple[str, ...]]
@@ -176,15 +189,15 @@ def _unknown_key(place: Place, value: object, model: type[BaseModel]) -> Words:
 
         options = ["style", *OPTIONS]
         if key in STYLES:
-            return "AT110", f"unknown option {quoted(key)}", (), (f"a style is written `style: {key}`",)
+            return "AT110", f"unknown option {named(key)}", (), (f"a style is written `style: {key}`",)
         note = f"options: {', '.join(options)}"
-        return "AT110", f"unknown option {quoted(key)}", (note,), did_you_mean(key, options)
+        return "AT110", f"unknown option {named(key)}", (note,), did_you_mean(key, options)
     fields = list(model.model_fields)
     help = did_you_mean(key, fields)
     looks_like_a_rule = isinstance(value, str) or (isinstance(value, Mapping) and "style" in value)
     if not help and looks_like_a_rule:
-        help = (f"rules stand under `rules:`, indented; there `{key}` is a pattern",)
-    return "AT105", f"unknown key {quoted(key)}", (f"keys of a plan: {', '.join(fields)}",), help
+        help = (f"rules stand under `rules:`, indented; there {named(key)} is a pattern",)
+    return "AT105", f"unknown key {named(key)}", (f"keys of a plan: {', '.join(fields)}",), help
 
 
 def _missing(place: Place) -> Words:

@@ -6,16 +6,18 @@ This file knows nothing of torch.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from autotp.diagnostic import Diagnostic, PlanError
-from autotp.planfault import Source, did_you_mean, quoted
+from autotp.planfault import Source, did_you_mean, named
 from autotp.plantext import read
 from autotp.shipped import plans_folder
 
 __all__ = ["open_plan", "shipped_names"]
 
 LARGEST_FILE = 1 << 20  # bytes
+TEXT = "the text of a plan is read by `Plan.loads(text)`"
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -30,23 +32,32 @@ def _refused(message: str, *, notes: tuple[str, ...] = (), help: tuple[str, ...]
 
 def open_plan(source: str | Path) -> Source:
     """Reads a plan file, or a shipped plan by name. Raises PlanError (AT101) when there is none."""
-    path = Path(source)
     name = str(source)
+    try:
+        path = Path(source)
+    except TypeError:
+        kind = type(source).__name__
+        raise _refused(f"a plan is a Plan, a dict, a path or a name, not {kind}") from None
+    there = os.path.exists(path)  # also for what is too long to be a name
+    if not there and "\n" in name:
+        raise _refused(f"no plan is named {named(name)}", help=(TEXT,))
     is_name = isinstance(source, str) and not {"/", "\\"} & set(name) and path.suffix not in SUFFIXES
     if is_name and name in shipped_names():
         path = plans_folder() / f"{name}.yaml"
-    elif is_name and not path.exists():
+    elif is_name and not there:
         shipped = shipped_names()
         note = f"shipped plans: {', '.join(shipped)}"
-        help = did_you_mean(name, shipped) or ("a path to a plan file ends in .yaml or .json",)
-        raise _refused(f"no plan is named {quoted(name)}", notes=(note,), help=help)
+        near = did_you_mean(name, shipped)
+        help = near if near else ("a path to a plan file ends in .yaml or .json",)
+        raise _refused(f"no plan is named {named(name)}", notes=(note,), help=help)
     return read(_text(path), str(path))
 
 
 def _text(path: Path) -> str:
     """The text of a file. Raises PlanError (AT101) for what is no readable text file."""
-    if not path.exists():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES])
+    if not os.path.exists(path):
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = did_you_mean(path.name, [other.name for other in beside if other.suffix in SUFFIXES])
         raise _refused(f"{path}: no such file", help=near)
     if not path.is_file():
         raise _refused(f"{path}: is a {'folder' if path.is_dir() else 'device'}, not a plan file")

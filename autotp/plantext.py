@@ -18,12 +18,12 @@ from typing import Any
 import yaml
 
 from autotp.diagnostic import Diagnostic, Span
-from autotp.planfault import Place, Source, quoted
+from autotp.planfault import Place, Source, named
 
 __all__ = ["read", "write"]
 
 DEEPEST = 16
-INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,999})")
 PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.([A-Za-z0-9_-]+|\*))*")  # text that YAML reads without quotes
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # as YAML counts lines
 RESERVED = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
@@ -44,6 +44,7 @@ class _Reader:
         self.keys: dict[Place, Span] = {}
         self.values: dict[Place, Span] = {}
         self.faults: list[Diagnostic] = []
+        self.spoiled: set[Place] = set()
         self.data: object = None
         self.documents = 0
         self.open: list[tuple[Place, dict[str, Any] | list[Any]]] = []  # containers around the event
@@ -52,9 +53,10 @@ class _Reader:
     def source(self) -> Source:
         whole = self._events()
         if whole and not self.documents:
-            self._fault("AT102", "the text is empty", self._line(1), help=("a plan has at least `rules:`",))
+            self._fault("AT102", "no plan stands here", self._line(1), help=("a plan has at least `rules:`",))
             whole = False
-        return Source(self.file, self.data, self.keys, self.values, tuple(self.faults), readable=whole)
+        spoiled = frozenset(self.spoiled)
+        return Source(self.file, self.data, self.keys, self.values, tuple(self.faults), spoiled, whole)
 
     def _events(self) -> bool:
         """Feeds all events; False when the text breaks off."""
@@ -104,7 +106,8 @@ class _Reader:
             self._name(event, span)
         tag = getattr(event, "tag", None)
         if tag is not None:
-            self._fault("AT103", f"the tag {quoted(tag)} is not read in plans", span)
+            short = tag.replace("tag:yaml.org,2002:", "!!")
+            self._fault("AT103", f"the tag {named(short)} is not read in plans", span)
         if self.open and isinstance(self.open[-1][1], dict) and self.key[-1] is None:
             return self._mapping_key(event, span)
         value: object = None
@@ -113,6 +116,8 @@ class _Reader:
         elif isinstance(event, yaml.CollectionStartEvent):
             value = {} if isinstance(event, yaml.MappingStartEvent) else []
         place = self._store(value, span)
+        if isinstance(event, yaml.AliasEvent):
+            self.spoiled.add(place)
         if isinstance(value, (dict, list)):
             if len(self.open) >= DEEPEST:
                 self._fault("AT102", f"nested more than {DEEPEST} deep", span)
@@ -137,7 +142,8 @@ class _Reader:
         place, container = self.open[-1]
         assert isinstance(container, dict)
         if isinstance(event, yaml.AliasEvent):
-            self.key[-1] = f"*{event.anchor}"  # told already; its value is read and dropped with it
+            self.key[-1] = key = f"*{event.anchor}"  # told already; its value is read and dropped with it
+            self.spoiled.add((*place, key))
             return True
         if not isinstance(event, yaml.ScalarEvent):
             self._fault("AT103", "a key is text, not a list or a mapping", span)
@@ -146,13 +152,14 @@ class _Reader:
         key = value if isinstance(value, str) else event.value
         if key == "<<" and event.implicit[0]:
             self._fault("AT103", "the merge key `<<` is not read in plans", span)
+            self.spoiled.add((*place, key))
         elif not isinstance(value, str):
             kind = "empty" if value is None else "a boolean" if isinstance(value, bool) else "a number"
-            help = (f'quote it: "{key}"',) if key else ()
-            self._fault("AT103", f"the key {quoted(key)} is {kind}, not text", span, help=help)
+            help = (f'quote it: "{key}"',) if value is not None else ()
+            self._fault("AT103", f"the key {named(key)} is {kind}, not text", span, help=help)
         if key in container:
             first = self.keys[(*place, key)]
-            message = f"the key {quoted(key)} is given twice"
+            message = f"the key {named(key)} is given twice"
             self._fault("AT104", message, span, notes=(f"first at {first}: `{first.text.strip()}`",))
         else:
             self.keys.setdefault((*place, key), span)
@@ -212,7 +219,7 @@ class _Reader:
             name = re.split(r"[:\s]", start.buffer[start.pointer :].rstrip("\0"), maxsplit=1)[0]
             help = (f'quote it: "{name}"',) if name.strip("*.") else ()
             at = self._line(start.line + 1, start.column + 1, len(name))
-            self._fault("AT103", f"{quoted(name)}: {STAR}", at, help=help)
+            self._fault("AT103", f"{named(name)}: {STAR}", at, help=help)
             return
         problem = str(getattr(error, "problem", None) or "not readable")
         at = self._line(mark.line + 1, mark.column + 1)
@@ -228,6 +235,7 @@ class _Reader:
 
     def _line(self, line: int, column: int = 1, length: int = 1) -> Span:
         text = self.lines[line - 1] if line <= len(self.lines) else ""
+        text = "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
         return Span(self.file, line, column, length, text)
 
     def _span(self, event: yaml.Event) -> Span:
@@ -251,7 +259,7 @@ def write(data: Mapping[str, Any]) -> str:
     """
     lines = []
     for key, value in data.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             lines.append(f"{key}:")
             lines += [f"  {_flow(name)}: {_flow(entry)}" for name, entry in value.items()]
         else:

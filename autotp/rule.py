@@ -81,7 +81,7 @@ def _whole(value: object) -> bool:
 
 def _number_in_text(value: object) -> list[str]:
     if isinstance(value, str) and value.isdecimal():
-        return [f"a number stands without quotes: {value}"]
+        return [f"a number stands without quotes: {value[:20]}"]
     return []
 
 
@@ -93,9 +93,8 @@ def _count(value: object, what: str, least: int) -> str | None:
         return f"{what} is a whole number or a config key, not {quoted(value)}"
     assert isinstance(value, int)
     if not least <= value <= LARGEST:
-        return (
-            f"{what} is at least {least}, not {value}" if value < least else f"{what} is too large: {value}"
-        )
+        limit = f"at least {least}" if value < least else f"at most {LARGEST}"
+        return f"{what} is {limit}, not {quoted(value)}"
     return None
 
 

@@ -61,7 +61,16 @@ def listed_sizes(units: int) -> str:
     >>> listed_sizes(3), listed_sizes(1), listed_sizes(32)
     ('1, 2, 3', '1', '1 to 32')
     """
-    return ", ".join(map(str, range(1, units + 1))) if units <= 8 else f"1 to {units}"
+    return ", ".join(map(str, range(1, units + 1))) or "none" if units <= 8 else f"1 to {units}"
+
+
+def divisors(size: int) -> str:
+    """The smallest dozen of the numbers that divide a size.
+
+    >>> divisors(48)
+    '1, 2, 3, 4, 6, 8, 12, 16, 24, 48'
+    """
+    return ", ".join([str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0][:12])
 
 
 def stand_in(key: str, config: Mapping[str, object]) -> str | None:
@@ -94,7 +103,7 @@ def _sizes(rule: Rule, size: int, feature: str, config: Mapping[str, object]) ->
     if isinstance(rule.sections, int):
         if size % rule.sections:
             message = f"{rule.sections} equal sections do not divide {counted(size, feature)}"
-            return Fault("AT204", message)
+            return Fault("AT204", message, help=(f"numbers that divide {size}: {divisors(size)}",))
         return [size // rule.sections] * rule.sections
     sizes: list[int] = []
     for section in rule.sections:
@@ -121,11 +130,8 @@ def shard_of(
 
     `feature` is what an element is called: "output features", "input features", "rows".
 
-    >>> str(
-    ...     shard_of(
-    ...         Rule(style="column", heads=3), dim=0, size=48, feature="output features", tp=2, config={}
-    ...     )
-    ... )
+    >>> rule = Rule(style="column", heads=3)
+    >>> str(shard_of(rule, dim=0, size=48, feature="output features", tp=2, config={}))
     'shard(dim 0: 2+1 of 3)'
     """
     heads = rule.heads
@@ -144,15 +150,14 @@ def shard_of(
     for length in sizes:
         count = units or length
         part = "" if len(sizes) == 1 else " of a section"
-        if length % count:
-            divisors = [n for n in range(1, min(length, 512) + 1) if length % n == 0]
-            message = f"{counted(count, name)} do not divide {counted(length, feature)}{part}"
-            help = (f"numbers of heads that divide {length}: {', '.join(map(str, divisors[:12]))}",)
-            return Fault("AT204", message, notes, help)
         if count < tp:
             few = name.rsplit(" ", 1)[-1]
             message = f"{counted(count, name)}{part} over tp={tp}: fewer {few} than ranks"
             return Fault("AT203", message, notes, (f"tp sizes that work here: {listed_sizes(count)}",))
+        if length % count:
+            message = f"{counted(count, name)} do not divide {counted(length, feature)}{part}"
+            help = (f"numbers that divide {length}: {divisors(length)}",)
+            return Fault("AT204", message, notes, help)
         pieces.append((length, deal(count, tp)))
     shard = join_pieces(dim, pieces)
     assert isinstance(shard, Shard)
