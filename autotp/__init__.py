@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autotp.api import verify as verify
     from autotp.checkpoint import convert as convert
     from autotp.checkpoint import merge as merge
+    from autotp.checkpoint.load import from_pretrained as from_pretrained
     from autotp.diagnostic import AutotpError as AutotpError
     from autotp.diagnostic import CheckpointError as CheckpointError
     from autotp.diagnostic import Diagnostic as Diagnostic
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from autotp.diagnostic import Span as Span
     from autotp.diagnostic import UnprovenPath as UnprovenPath
     from autotp.diagnostic import UsageError as UsageError
-    from autotp.hf import from_pretrained as from_pretrained
     from autotp.plan import Plan as Plan
     from autotp.plan import Rule as Rule
     from autotp.verification import Verification as Verification
@@ -74,7 +74,7 @@ _HOME = {
     "Verification": "autotp.verification",
     "analyze": "autotp.api",
     "convert": "autotp.checkpoint",
-    "from_pretrained": "autotp.hf",
+    "from_pretrained": "autotp.checkpoint.load",
     "mappings": "autotp.mappings",
     "merge": "autotp.checkpoint",
     "nn": "autotp.nn",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModel
+from transformers.utils import logging
 
 from demo.embed import SENTENCES, embed, model_folder
 
@@ -101,6 +102,7 @@ def main() -> int:
         run(f"torchrun {LOCAL} --nproc-per-node {TP} -m demo.rank shards {NAME} result.pt", folder=folder)
 
         print("\n4. Compare with the unsharded model.")
+        logging.disable_progress_bar()
         whole = AutoModel.from_pretrained(model)
         of_ranks = torch.load(folder / "result.pt", weights_only=True)
         checks += compare(embed(whole, model), of_ranks["embeddings"])
