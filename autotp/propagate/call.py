@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard, describe
+from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard, describe
 
-__all__ = ["Call", "Conflict", "Value", "needs_copy", "normal_dim"]
+__all__ = ["Call", "Conflict", "Value", "held_twice", "needs_copy", "normal_dim", "not_partial", "over"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,12 @@ class Call:
         """The shape of the first result."""
         return self.results[0]
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient flows through a result: a comparison, a sort's places have none."""
+        vals = self.node.meta["val"]
+        return any(v is not None and v.grad for v in (vals if isinstance(vals, list) else [vals]))
+
     def sharded(self) -> Iterator[Value]:
         """The arguments that are shards."""
         return (v for v in self.values if v.shard is not None)
@@ -96,16 +102,45 @@ class Call:
         if any(not v.whole for v in self.values):
             return None
         partial_gradients = [v for v in self.values if v.grad and v.layout == REPLICATE]
-        if not partial_gradients:
+        if not partial_gradients or not self.differentiable:
             return INVARIANT
         for value in self.values:
             if value.grad and value.layout == INVARIANT:
                 raise needs_copy(self, value, partial_gradients[0])
         return REPLICATE
 
-    def linear(self) -> Layout | None:
-        """PARTIAL when the only argument that is not the same everywhere is partial, for linear ops."""
-        return PARTIAL if any(v.partial for v in self.values) else None
+
+def held_twice(shard: Shard) -> bool:
+    """Whether some elements are on several ranks: whole sections, units that a sub-group of ranks shares.
+
+    A sum over them counts them once for each of their ranks.
+    """
+    deals = [shard.deal] if shard.sections is None else [dealt for _, dealt in shard.sections]
+    return any(dealt is None or len(set(dealt.ranges)) < dealt.tp for dealt in deals)
+
+
+def over(call: Call, value: Value, what: str = "") -> Conflict:
+    """An op that looks or moves along the dim that is sharded."""
+    assert value.shard is not None
+    return Conflict(
+        "AT303",
+        f"{call.name} {what + ' ' if what else ''}over dim {value.shard.dim}, which is sharded: "
+        "each rank has only its part",
+        blame=(value,),
+        notes=(f"{value}",),
+    )
+
+
+def not_partial(call: Call) -> None:
+    """Raise unless no argument waits to be summed."""
+    for value in call.values:
+        if value.partial:
+            raise Conflict(
+                "AT310",
+                f"{call.name} of a sum whose parts are still on the ranks",
+                blame=(value,),
+                notes=(f"{value}",),
+            )
 
 
 def needs_copy(call: Call, value: Value, shard: Value) -> Conflict:

@@ -1,4 +1,7 @@
-"""Layout rules of ops that multiply and sum: matmul and its kin, attention, embedding.
+"""Layout rules of ops that multiply and sum: matmul and its kin, einsum, attention, embedding.
+
+Every product is told in letters, as einsum has it: a letter for each dim of each operand, the letters that
+the result keeps, the others summed. One rule (`product`) then serves all: matmul is `...mk,...kn->...mn`.
 
 A linear layer that a plan shards has its mappings around the op, so its rule is the engine's
 (`engine._layer`); these rules serve every other use.
@@ -6,128 +9,223 @@ A linear layer that a plan shards has its mappings around the op, so its rule is
 
 from __future__ import annotations
 
-from autotp.placement import PARTIAL, REPLICATE, Layout, Shard
-from autotp.propagate.call import Call, Conflict, Value, needs_copy
+from collections.abc import Sequence
+from dataclasses import replace
 
-__all__ = ["CONTRACTIONS"]
+from autotp.placement import PARTIAL, REPLICATE, Layout
+from autotp.propagate.call import Call, Conflict, Value, held_twice, needs_copy, not_partial, over
+from autotp.propagate.pointwise import align
+
+__all__ = ["CONTRACTIONS", "product"]
+
+Letters = Sequence[str | int]  # one for each dim; batch dims are numbers, counted from the back
+Operand = tuple[Value, Letters]
+
+
+def product(call: Call, operands: Sequence[Operand], result: Letters) -> Layout:
+    """The layout of a product of `operands` summed over every letter that `result` does not keep."""
+    partial = next((value for value, _ in operands if value.partial), None)
+    if partial is not None:
+        return _of_a_sum(call, partial, [value for value, _ in operands if value is not partial])
+    cut = [(value, letters) for value, letters in operands if value.shard is not None]
+    if not cut:
+        raise Conflict("AT304", f"{call.name} with a sharded argument", blame=tuple(call.sharded()))
+    first, letter = cut[0][0], _letter(*cut[0])
+    assert first.shard is not None
+    for value, letters in cut[1:]:
+        assert value.shard is not None
+        if _letter(value, letters) != letter or not value.shard.same_cut(first.shard):
+            raise Conflict(
+                "AT307",
+                f"{call.name} of two values that are cut differently over the ranks",
+                blame=(first, value),
+                notes=(f"{first}", f"{value}"),
+            )
+    for value, letters in operands:
+        if value.shard is None:
+            _meets(call, value, letters, first, letter, kept=letter in result)
+    if any(list(letters).count(letter) > 1 for _, letters in (*operands, (first, result))):
+        raise over(call, first, "takes the diagonal")
+    if letter in result:
+        return first.shard.at(list(result).index(letter))
+    _summed(call, first)
+    return PARTIAL
+
+
+def _letter(value: Value, letters: Letters) -> str | int:
+    assert value.shard is not None
+    return letters[value.shard.dim]
+
+
+def _of_a_sum(call: Call, partial: Value, others: Sequence[Value]) -> Layout:
+    """The product of a sum that is still on the ranks with whole values is the sum of the products."""
+    for other in others:
+        if not other.whole:
+            raise Conflict(
+                "AT310",
+                f"{call.name} of a sum whose parts are still on the ranks",
+                blame=(partial,),
+                notes=(f"{partial}", f"{other}"),
+            )
+        _free(call, other, partial)
+    return PARTIAL
+
+
+def _meets(call: Call, value: Value, letters: Letters, first: Value, letter: str | int, *, kept: bool) -> None:
+    """A whole operand beside a sharded one: it must not have the dim, and its gradient must be a part."""
+    assert first.shard is not None
+    for dim, name in enumerate(letters):
+        if name != letter or value.shape[dim] == 1:
+            continue
+        if kept:
+            message = (
+                f"{call.name}: {value.name} is whole, with {value.shape[dim]} elements on the dim that is "
+                f"sharded in {first.name}"
+            )
+        else:
+            message = (
+                f"{call.name} sums over a dim that is sharded in {first.name} and whole in {value.name}"
+            )
+        raise Conflict("AT306", message, blame=(first,), notes=(f"{first}", f"{value}"))
+    _free(call, value, first)
 
 
 def _free(call: Call, value: Value, other: Value) -> None:
-    if value.grad and value.layout != REPLICATE:
+    if value.grad and value.layout != REPLICATE and call.differentiable:
         raise needs_copy(call, value, other)
+
+
+def _summed(call: Call, value: Value) -> None:
+    assert value.shard is not None
+    if held_twice(value.shard):
+        raise Conflict(
+            "AT307",
+            f"{call.name} sums over a dim of which several ranks hold the same elements: "
+            "they would be counted more than once",
+            blame=(value,),
+            notes=(f"{value}",),
+        )
+
+
+def added(call: Call, layout: Layout, bias: Value | None, last: Value) -> Layout:
+    """The layout of a product plus `bias`, which broadcasts to it."""
+    if bias is None:
+        return layout
+    if layout == PARTIAL or bias.partial:
+        if layout == PARTIAL and bias.partial:
+            return PARTIAL
+        raise Conflict(
+            "AT310",
+            f"{call.name} adds a bias to a sum whose parts are still on the ranks: every rank adds it",
+            blame=tuple(v for v in call.values if not v.whole),
+        )
+    made = replace(last, shape=call.shape, layout=layout, grad=False, name=f"the product in {call.name}")
+    return align(call, (made, bias), len(call.shape))
+
+
+# -- matmul and its kin
+
+
+def _sides(first: Value, second: Value, rank: int) -> tuple[list[str | int], list[str | int], list[str | int]]:
+    """The letters of a matmul's operands and result; a vector has only the summed dim."""
+    batch = list(range(-rank, 0))
+    left: list[str | int] = ["k"] if first.rank == 1 else [*_numbers(first), "m", "k"]
+    right: list[str | int] = ["k"] if second.rank == 1 else [*_numbers(second), "k", "n"]
+    kept: list[str | int] = ["m"] * (first.rank > 1) + ["n"] * (second.rank > 1)
+    count = rank - len(kept)
+    return left, right, [*batch[len(batch) - count :], *kept] if count else kept
+
+
+def _numbers(value: Value) -> list[str | int]:
+    return list(range(2 - value.rank, 0))
+
+
+def _matmul(call: Call) -> Layout:
+    names = [n for n in ("self", "input", "other", "mat2", "tensor", "vec", "vec2") if isinstance(call[n], Value)]
+    first, second = (call[n] for n in names[:2])
+    left, right, result = _sides(first, second, len(call.shape))
+    return product(call, [(first, left), (second, right)], result)
 
 
 def _linear(call: Call) -> Layout:
     value, weight, bias = call["input"], call["weight"], call["bias"]
-    return _product(call, value, weight, len(call.shape), weight_rows=True, bias=bias)
+    inner: list[str | int] = list(range(1 - value.rank, 0))
+    wide: list[str | int] = ["n"] * (weight.rank > 1)
+    if bias is not None and bias.whole and weight.shard is not None and wide and weight.shard.dim == 0:
+        raise Conflict("AT306", f"{call.name}: the bias {bias.name} is not cut like the weight", blame=(weight, bias))
+    if bias is not None and value.whole and weight.whole:
+        raise Conflict("AT307", f"{call.name}: the bias {bias.name} is cut, the result is not", blame=(bias,))
+    found = product(call, [(value, [*inner, "k"]), (weight, [*wide, "k"])], [*inner, *wide])
+    return added(call, found, bias, value)
 
 
-def _matmul(call: Call) -> Layout:
-    first = call["self"]
-    second = call["other"] if call["other"] is not None else call["mat2"]
-    return _product(call, first, second, len(call.shape))
+_ADDED_PRODUCTS: dict[str, tuple[str, str, str, str, str]] = {  # operands, then letters
+    "addmm": ("mat1", "mat2", "mk", "kn", "mn"),
+    "addmv": ("mat", "vec", "mk", "k", "m"),
+    "baddbmm": ("batch1", "batch2", "bmk", "bkn", "bmn"),
+    "addbmm": ("batch1", "batch2", "bmk", "bkn", "mn"),
+    "addr": ("vec1", "vec2", "m", "n", "mn"),
+}
 
 
-def _role(value: Value, *, left: bool, rows: bool = False) -> str | int | None:
-    """Where a shard sits in a product: "m", "n", "k" (summed), or a batch dim counted from the back."""
-    if value.shard is None:
-        return None
-    dim = value.shard.dim - value.rank
-    if value.rank == 1:
-        return "k"
-    names = {-1: "k", -2: "m"} if left else ({-1: "k", -2: "n"} if rows else {-1: "n", -2: "k"})
-    return names.get(dim, dim)
+def _added_product(call: Call) -> Layout:
+    first, second, left, right, result = _ADDED_PRODUCTS[call.name]
+    value, other, bias = call[first], call[second], call["self"]
+    if value.whole and other.whole:
+        raise Conflict("AT307", f"{call.name}: {bias.name} is not whole, the product is", blame=(bias,))
+    return added(call, product(call, [(value, left), (other, right)], result), bias, value)
 
 
-def _product(
-    call: Call, first: Value, second: Value, rank: int, *, weight_rows: bool = False, bias: Value | None = None
-) -> Layout:
-    """Rows of `first` times columns of `second` (or its rows, as F.linear has it)."""
-    if first.partial or second.partial:
-        partial, other = (first, second) if first.partial else (second, first)
-        if other.whole and not (other.grad and other.layout != REPLICATE) and bias is None:
-            return PARTIAL
-        raise Conflict(
-            "AT310",
-            f"{call.name} of a sum whose parts are still on the ranks",
-            blame=(partial,),
-            notes=(f"{partial}", f"{other}"),
-        )
-    left, right = _role(first, left=True), _role(second, left=False, rows=weight_rows)
-    sharded, whole = (first, second) if left is not None else (second, first)
-    if left is not None and right is not None:
-        assert first.shard is not None and second.shard is not None
-        if left == right and first.shard.same_cut(second.shard):
-            if left == "k":
-                if bias is not None:
-                    raise Conflict(
-                        "AT310",
-                        f"{call.name} adds a bias to a sum whose parts are still on the ranks: every rank adds it",
-                        blame=(first, second),
-                    )
-                return PARTIAL
-            if isinstance(left, int):
-                return first.shard.at(left + rank)
-        raise Conflict(
-            "AT307",
-            f"{call.name} of two values that are cut differently over the ranks",
-            blame=(first, second),
-            notes=(f"{first}", f"{second}"),
-        )
-    assert sharded.shard is not None
-    where = left if left is not None else right
-    if where == "k":
-        raise Conflict(
-            "AT306",
-            f"{call.name} sums over a dim that is sharded in {sharded.name} and whole in {whole.name}",
-            blame=(sharded,),
-            notes=(f"{sharded}", f"{whole}"),
-        )
-    if isinstance(where, int) and whole.rank >= -where and whole.shape[where] != 1:
-        raise Conflict(
-            "AT306",
-            f"{call.name}: {whole.name} is whole, with {whole.shape[where]} elements on the dim that is "
-            f"sharded in {sharded.name}",
-            blame=(sharded,),
-            notes=(f"{sharded}", f"{whole}"),
-        )
-    _free(call, whole, sharded)
-    if where == "n":
-        placed = sharded.shard.at(rank - 1)
-        if bias is not None and not (bias.shard is not None and bias.shard.same_cut(placed)):
-            raise Conflict(
-                "AT306", f"{call.name}: the bias {bias.name} is not cut like the weight", blame=(second, bias)
-            )
-        return placed
-    if bias is not None:
-        if not bias.whole:
-            raise Conflict("AT307", f"{call.name}: the bias {bias.name} is cut, the result is not", blame=(bias,))
-        _free(call, bias, sharded)
-    return sharded.shard.at(sharded.shard.dim + rank - sharded.rank + (whole.rank == 1))
+def _outer(call: Call) -> Layout:
+    second = call["vec2"] if call["vec2"] is not None else call["other"]
+    return product(call, [(call["self"], "m"), (second, "n")], "mn")
+
+
+def _einsum(call: Call) -> Layout:
+    """The equation's own letters; `...` stands for numbers counted from the back."""
+    equation = call["equation"].replace(" ", "")
+    sides, _, result = equation.partition("->")
+    if "->" not in equation:
+        used = sides.replace(",", "").replace(".", "")
+        result = ("..." if "..." in sides else "") + "".join(c for c in sorted(set(used)) if used.count(c) == 1)
+    operands = list(zip(call["tensors"], sides.split(","), strict=True))
+    return product(
+        call, [(v, _spelled(text, v.rank)) for v, text in operands], _spelled(result, len(call.shape))
+    )
+
+
+def _spelled(text: str, rank: int) -> list[str | int]:
+    before, dots, after = text.partition("...")
+    if not dots:
+        return list(before)
+    return [*before, *range(len(before) + len(after) - rank, 0), *after]
+
+
+def _tensordot(call: Call) -> Layout:
+    first, second = call["self"], call["other"]
+    pairs = list(zip((d % first.rank for d in call["dims_self"]), (d % second.rank for d in call["dims_other"]), strict=True))
+    left = [f"a{d}" for d in range(first.rank)]
+    matched = {other: f"a{mine}" for mine, other in pairs}
+    right = [matched.get(d, f"b{d}") for d in range(second.rank)]
+    summed = set(matched.values())
+    return product(call, [(first, left), (second, right)], [x for x in (*left, *right) if x not in summed])
+
+
+# -- attention
 
 
 def _attention(call: Call) -> Layout:
     query, key, value = call["query"], call["key"], call["value"]
     mask = call["attn_mask"]
-    for part in (query, key, value, *([mask] if mask is not None else [])):
-        if part.partial:
-            raise Conflict(
-                "AT310", f"{call.name} of a sum whose parts are still on the ranks", blame=(part,), notes=(f"{part}",)
-            )
+    not_partial(call)
     sharded = [v for v in (query, key, value) if v.shard is not None]
     whole = [v for v in (query, key, value) if v.shard is None]
     if not sharded:
-        raise Conflict("AT306", f"{call.name}: the mask is sharded, query, key and value are whole", blame=(mask,))
+        raise Conflict(
+            "AT306", f"{call.name}: the mask is sharded, query, key and value are whole", blame=(mask,)
+        )
     first = sharded[0]
     assert first.shard is not None
-    if whole:
-        raise Conflict(
-            "AT306",
-            f"{call.name}: {first.name} holds its own part of dim {first.shard.dim} on each rank, "
-            f"{' and '.join(v.name for v in whole)} every element of it: heads would be paired wrongly",
-            blame=tuple(sharded),
-            notes=tuple(str(v) for v in (query, key, value)),
-        )
     if any(v.shard != first.shard for v in sharded):
         raise Conflict(
             "AT307",
@@ -136,46 +234,58 @@ def _attention(call: Call) -> Layout:
             notes=tuple(str(v) for v in (query, key, value)),
         )
     if first.shard.dim >= first.rank - 2:
+        raise over(call, first)
+    if whole and not (whole == [key, value] and all(v.shape[-3] == 1 and first.shard.dim == v.rank - 3 for v in whole)):
         raise Conflict(
-            "AT303",
-            f"{call.name} over dim {first.shard.dim}, which is sharded: each rank has only its part",
-            blame=(first,),
-            notes=(f"{first}",),
+            "AT306",
+            f"{call.name}: {first.name} holds its own part of dim {first.shard.dim} on each rank, "
+            f"{' and '.join(v.name for v in whole)} every element of it: heads would be paired wrongly",
+            blame=tuple(sharded),
+            notes=tuple(str(v) for v in (query, key, value)),
         )
-    if mask is not None:
-        dim = first.shard.dim - (first.rank - mask.rank)
-        if mask.shard is not None and (mask.shard.dim != dim or not mask.shard.same_cut(first.shard)):
-            raise Conflict("AT307", f"{call.name}: the mask is cut differently from the query", blame=(mask, first))
-        if mask.whole:
-            if dim >= 0 and mask.shape[dim] != 1:
-                raise Conflict(
-                    "AT306",
-                    f"{call.name}: the mask {mask.name} is whole, with {mask.shape[dim]} elements on the dim that "
-                    f"is sharded in {first.name}",
-                    blame=(first,),
-                    notes=(f"{first}", f"{mask}"),
-                )
-            _free(call, mask, first)
+    for one in whole:  # one key and value head serves every query head
+        _free(call, one, first)
+    return first.shard if mask is None else _masked(call, first, mask)
+
+
+def _masked(call: Call, first: Value, mask: Value) -> Layout:
+    assert first.shard is not None
+    dim = first.shard.dim - (first.rank - mask.rank)
+    if mask.shard is not None and (mask.shard.dim != dim or not mask.shard.same_cut(first.shard)):
+        raise Conflict("AT307", f"{call.name}: the mask is cut differently from the query", blame=(mask, first))
+    if mask.whole:
+        if dim >= 0 and mask.shape[dim] != 1:
+            raise Conflict(
+                "AT306",
+                f"{call.name}: the mask {mask.name} is whole, with {mask.shape[dim]} elements on the dim that "
+                f"is sharded in {first.name}",
+                blame=(first,),
+                notes=(f"{first}", f"{mask}"),
+            )
+        _free(call, mask, first)
     return first.shard
 
 
 def _embedding(call: Call) -> Layout:
     weight, indices = call["weight"], call["indices"]
-    if not indices.whole:
+    if weight.whole and indices.shard is not None:
         # Each rank looks up its own ids; a whole table then needs its gradient summed.
         _free(call, weight, indices)
-        if weight.whole and indices.shard is not None:
-            return indices.shard
-    if weight.shard is not None and weight.shard.dim == 1 and indices.whole:
+        return indices.shard
+    if indices.whole and weight.partial:
+        return PARTIAL
+    if indices.whole and weight.shard is not None and weight.shard.dim == 1:
         return weight.shard.at(len(call.shape) - 1)
     raise Conflict("AT303", f"{call.name} looks up rows of a table that is sharded by rows", blame=(weight,))
 
 
 CONTRACTIONS = {
     "linear": _linear,
-    "matmul": _matmul,
-    "mm": _matmul,
-    "bmm": _matmul,
+    **dict.fromkeys(["matmul", "mm", "bmm", "mv", "dot", "vdot"], _matmul),
+    **dict.fromkeys(_ADDED_PRODUCTS, _added_product),
+    **dict.fromkeys(["outer", "ger"], _outer),
+    "einsum": _einsum,
+    "tensordot": _tensordot,
     "scaled_dot_product_attention": _attention,
     "embedding": _embedding,
 }
