@@ -13,9 +13,11 @@ from typing import Any, Literal
 from autotp.checkpoint.folder import INDEX, MANIFEST, Folder, open_folder
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.manifest import Manifest, Output, rank_folder
+from autotp.checkpoint.names import base_prefix, resolve
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written
 from autotp.diagnostic import CheckpointError, PlanError, UsageError, errors
+from autotp.header import Entry
 from autotp.match import Matches, match
 from autotp.placement import Shard
 from autotp.plan import Plan, as_plan, plan_for, shipped_plans
@@ -62,8 +64,10 @@ def convert(
         raise CheckpointError(f"{source}: is converted already; `merge` it first")
     folder = open_folder(source)
     chosen, name = _choose(plan, folder, source)
-    matches = _matched(chosen, folder, tp)
-    layouts = _proven(source, matches) if check == "layouts" else dict(matches.layouts)
+    matches = match(chosen, describe_tensors(_entries(folder), folder.config, name=folder.path.name), tp)
+    if check == "shapes" and errors(matches.diagnostics):
+        raise PlanError(matches.diagnostics)
+    layouts = _proven(source, folder, matches) if check == "layouts" else dict(matches.layouts)
     _refuse_sub_byte(folder, layouts)
     manifest = Manifest(
         tp=tp,
@@ -81,7 +85,7 @@ def convert(
     written = Written(target, tp, chosen, name, manifest.proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
-        tied = describe_tensors((entry for _, entry in folder.tensors().values()), folder.config).aliases
+        tied = describe_tensors(_entries(folder), folder.config).aliases
         carry(Whole(folder, tied), manifest, outputs, target, job="convert", progress=progress)
     return written
 
@@ -102,45 +106,40 @@ def _choose(plan: Any, folder: Folder, source: Path) -> tuple[Plan, str]:
     return found, str(model_type)
 
 
-def _matched(plan: Plan, folder: Folder, tp: int) -> Matches:
-    """The plan matched on the headers; raises PlanError when it is refused."""
-    entries = (entry for _, entry in folder.tensors().values())
-    matches = match(plan, describe_tensors(entries, folder.config, name=folder.path.name), tp)
-    if errors(matches.diagnostics):
-        raise PlanError(matches.diagnostics)
-    return matches
+def _entries(folder: Folder) -> list[Entry]:
+    return [entry for _, entry in folder.tensors().values()]
 
 
-def _proven(source: Path, matches: Matches) -> dict[str, Shard]:
-    """The layouts as the model proves them, under the checkpoint's names.
+def _proven(source: Path, folder: Folder, matches: Matches) -> dict[str, Shard]:
+    """The layouts as they are proven on the model, under the checkpoint's names.
 
-    A row rule without heads takes what was proven; everywhere else headers and proof must agree.
+    Where the headers tell a cut too, it must be the same one; only a row rule without heads leaves its
+    units to the proof. Tensors that the model has not are carried whole.
     """
     from autotp.hf import prove
 
     analysis = prove(source, matches.plan, matches.tp)
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
-    free = {
+    there, known = folder.tensors(), analysis.inventory.tensors()
+    names = resolve(known, there, base_prefix(known, there))
+    layouts = {names[name]: shard for name, shard in analysis.layouts.items() if name in names}
+    left_to_the_proof = {
         name
         for placed in matches.placed.values()
         if placed.style == "row" and not placed.declared
         for name in placed.layouts
     }
-    layouts = dict(matches.layouts)
-    for name, shard in analysis.layouts.items():
-        if name not in layouts or layouts[name] == shard:
+    for name in set(names.values()):
+        cut, proven = matches.layouts.get(name), layouts.get(name)
+        if cut == proven or (cut and proven and cut.dim == proven.dim and name in left_to_the_proof):
             continue
-        if name not in free or layouts[name].dim != shard.dim:
-            raise CheckpointError(
-                f"{source}: tensor {name!r} is cut as {layouts[name]} by its header, "
-                f"and as {shard} by the proof"
-            )
-        layouts[name] = shard
-    whole = [name for name in matches.layouts if name in analysis.inventory.tensors()]
-    unproven = next((name for name in whole if name not in analysis.layouts), None)
-    if unproven is not None:
-        raise CheckpointError(f"{source}: tensor {unproven!r} is cut by its header, and whole by the proof")
+        if errors(matches.diagnostics) and cut is None:
+            continue  # the headers alone could not place it; the model could
+        says, proves = (str(one) if one else "whole" for one in (cut, proven))
+        raise CheckpointError(
+            f"{source}: tensor {name!r} is {says} by the headers, and {proves} by the proof"
+        )
     return layouts
 
 

@@ -19,7 +19,7 @@ from autotp.checkpoint.write import Buffers
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, read_header
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "checked_header"]
 
 
 class Ranks:
@@ -38,7 +38,7 @@ class Ranks:
         _check_folders(folder, homes)
         self.outputs = [Output(home, manifest.layouts, rank) for rank, home in enumerate(homes)]
         self.headers = {
-            file.path.name: [_checked(output.header(file)) for output in self.outputs]
+            file.path.name: [checked_header(output.header(file)) for output in self.outputs]
             for file in manifest.files
         }
 
@@ -145,7 +145,7 @@ def _check_folders(folder: Path, homes: list[Path]) -> None:
         _refuse(folder, f"is for tp={len(homes)}, and holds other rank folders too: {', '.join(extra)}")
 
 
-def _checked(expected: Header) -> Header:
+def checked_header(expected: Header) -> Header:
     """The header of a rank's file, which must be the one that was written."""
     found = read_header(regular_file(expected.path.parent, expected.path.name))
     for name, entry in expected.tensors.items():

@@ -1,0 +1,154 @@
+"""Whether the tensors of a checkpoint fit a model: all that is missing, unexpected or mismatched, at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autotp.checkpoint.names import resolve
+from autotp.header import Entry
+from autotp.placement import Shard
+
+__all__ = ["DTYPES", "Slots", "Stored", "misfits", "slots_of"]
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+Slots = list[dict[str, torch.Tensor]]  # every parameter and persistent buffer once, under all its names
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of the checkpoint: its file, where this rank finds it there, and what it is in whole.
+
+    `shard` is how it was cut when the file has this rank's part, and None when the file has all of it.
+    """
+
+    path: Path
+    entry: Entry
+    shape: tuple[int, ...]
+    converted: bool
+    shard: Shard | None = None
+    digest: str = ""
+    kind: str = "none"
+
+
+def slots_of(model: nn.Module) -> Slots:
+    """Every parameter and persistent buffer of a model, once, with all its names."""
+    slots: dict[int, dict[str, torch.Tensor]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        persistent = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in {**module._parameters, **persistent}.items():
+            if tensor is not None:
+                slots.setdefault(id(tensor), {})[f"{path}.{key}" if path else key] = tensor
+    return list(slots.values())
+
+
+def misfits(
+    model: nn.Module,
+    slots: Slots,
+    stored: Mapping[str, Stored],
+    found: Mapping[str, str],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    layouts: Mapping[str, Shard],
+    strict: bool,
+) -> list[str]:
+    """Every fault, a line each; none when the checkpoint fits.
+
+    `found` maps the model's names to the checkpoint's, `shapes` and `layouts` are those of the cut tensors.
+    Without `strict`, tensors that the model has not are no fault.
+    """
+    return [
+        *_missing(slots, found),
+        *(_unexpected(model, stored, found) if strict else ()),
+        *_mismatched(model, slots, stored, found, shapes, layouts),
+    ]
+
+
+def _missing(slots: Slots, found: Mapping[str, str]) -> list[str]:
+    """Tensors that the checkpoint has under none of their names."""
+    absent = [names for names in slots if not any(name in found for name in names)]
+    return [f"  missing: {' or '.join(names)}" for names in absent]
+
+
+def _unexpected(model: nn.Module, stored: Mapping[str, Stored], found: Mapping[str, str]) -> list[str]:
+    """Tensors that the model has not, and neither computes nor declares that it ignores them."""
+    prefix = str(getattr(model, "base_model_prefix", "") or "")
+    used = set(found.values())
+    computed = {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+    computed |= set(resolve(computed, stored, prefix).values())
+    ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    headed = bool(prefix) and any(there == f"{prefix}.{name}" for name, there in found.items())
+    return [
+        f"  unexpected: {name}"
+        for name in stored
+        if name not in used
+        and name not in computed
+        and not any(pattern.search(name) for pattern in ignored)
+        and not (
+            headed and not name.startswith(f"{prefix}.")
+        )  # the head of a model of which this is the base
+    ]
+
+
+def _mismatched(
+    model: nn.Module,
+    slots: Slots,
+    stored: Mapping[str, Stored],
+    found: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    layouts: Mapping[str, Shard],
+) -> list[str]:
+    """Tensors of another shape, kind of number, or cut than the model's."""
+    faults = []
+    for name, tensor in ((name, tensor) for names in slots for name, tensor in names.items()):
+        if name not in found:
+            continue
+        there, wanted = stored[found[name]], shapes.get(name, tuple(tensor.shape))
+        kind = DTYPES.get(there.entry.dtype)
+        if there.shape != wanted:
+            hint = _config_hint(model, wanted, there.shape)
+            faults.append(f"  mismatched: {name} is {list(there.shape)}, the model's is {list(wanted)}{hint}")
+        elif kind is None:
+            faults.append(f"  mismatched: {name} is {there.entry.dtype}, which torch has no dtype for")
+        elif kind.is_floating_point != tensor.dtype.is_floating_point:
+            faults.append(f"  mismatched: {name} is {there.entry.dtype}, the model's is {tensor.dtype}")
+        elif there.converted and there.shard != layouts.get(name):
+            cut, needed = (str(one) if one else "whole" for one in (there.shard, layouts.get(name)))
+            faults.append(f"  mismatched: {name} was cut as {cut}, the model needs {needed}")
+    return faults
+
+
+def _config_hint(model: nn.Module, wanted: tuple[int, ...], there: tuple[int, ...]) -> str:
+    """Which entries of the config the model's size comes from, as far as the numbers tell."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    numbers = {k: v for k, v in (to_dict() if to_dict else {}).items() if type(v) is int and v > 1}
+    differing = [size for size, other in zip(wanted, there, strict=False) if size != other]
+    if len(wanted) != len(there) or not differing:
+        return ""
+    hints = [key for key, value in numbers.items() if value == differing[0]]
+    if not hints:
+        heads = {key: value for key, value in numbers.items() if key.endswith("heads")}
+        hints = [
+            f"{key} {value} × {other} {size}"
+            for key, value in heads.items()
+            for other, size in numbers.items()
+            if other not in heads and value * size == differing[0] and "dim" in other
+        ]
+        return f" (config.json: {', '.join(hints)})" if hints else ""
+    return f" (config.json: {', '.join(f'{key} {differing[0]}' for key in hints)})"
