@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding against nn.Embedding: values, gradients, and options with global meaning."""
+"""Parallel embeddings, by rows and by columns, against nn.Embedding: options keep their global meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autotp import mappings
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
-from autotp.nn import VocabParallelEmbedding
+from autotp.nn import ParallelEmbedding, VocabParallelEmbedding
 from autotp.nn.lookup import lookup
 from autotp.placement import Shard, deal
 from tests.conftest import as_rank
@@ -31,9 +31,10 @@ def serial(**options: Any) -> nn.Embedding:
     return layer
 
 
-def parallel(group: Group, **options: Any) -> VocabParallelEmbedding:
-    layer = VocabParallelEmbedding(VOCABULARY, WIDTH, group=group, dtype=torch.float64, **options)
-    return load(layer, serial())
+def parallel(
+    group: Group, cls: type[nn.Embedding] = VocabParallelEmbedding, **options: Any
+) -> VocabParallelEmbedding:
+    return load(cls(VOCABULARY, WIDTH, group=group, dtype=torch.float64, **options), serial())
 
 
 def results(layer: nn.Embedding, ids: Tensor) -> list[Tensor]:
@@ -45,13 +46,13 @@ def results(layer: nn.Embedding, ids: Tensor) -> list[Tensor]:
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     found = [y.detach(), gradient, layer.weight.detach()]
-    if isinstance(layer, VocabParallelEmbedding):
+    if isinstance(layer, VocabParallelEmbedding | ParallelEmbedding):
         found[1:] = [mappings.gather(x, layer.group, shard=layer.shard) for x in found[1:]]
     return found
 
 
-def scenario(group: Group, options: dict[str, Any]) -> list[Tensor]:
-    return results(parallel(group, **options), torch.tensor(IDS))
+def scenario(group: Group, cls: type[nn.Embedding], options: dict[str, Any]) -> list[Tensor]:
+    return results(parallel(group, cls, **options), torch.tensor(IDS))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -62,6 +63,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"padding_idx": -VOCABULARY},
     {"max_norm": 1.0},
     {"max_norm": 1.5, "norm_type": 1.0},
+    {"max_norm": 0.5, "norm_type": float("inf"), "padding_idx": 7},
     {"scale_grad_by_freq": True},
     {"scale_grad_by_freq": True, "padding_idx": 7},
     {"sparse": True},
@@ -71,9 +73,10 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option_has_its_global_meaning(run, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cls", [VocabParallelEmbedding, ParallelEmbedding])
+def test_every_option_has_its_global_meaning(run, cls: type[nn.Embedding], options: dict[str, Any]) -> None:
     want = results(serial(**options), torch.tensor(IDS))
-    for found in run(scenario, options):
+    for found in run(scenario, cls, options):
         close(found, want)
 
 
@@ -123,7 +126,7 @@ def test_ids_out_of_range_raise_on_every_rank_as_in_nn_embedding(ranks, bad: int
 
 def masters(group: Group) -> list[Tensor]:
     layer = VocabParallelEmbedding(11, 4, padding_idx=-3, keep_master_weight_for_test=True, group=group)
-    other = VocabParallelEmbedding(11, 4, init_method=nn.init.normal_, group=group)
+    other = ParallelEmbedding(11, 4, init_method=nn.init.normal_, group=group)
     assert torch.equal(layer.master_weight, layer.get_master_weight())
     assert other.master_weight is None
     assert layer.padding_idx == 8
@@ -204,6 +207,9 @@ def test_mistakes_are_named() -> None:
 
     assert message(lambda g: VocabParallelEmbedding(1, 4, group=g)) == (
         "VocabParallelEmbedding: num_embeddings=1 cannot be dealt to 2 ranks"
+    )
+    assert message(lambda g: ParallelEmbedding(8, 1, group=g)) == (
+        "ParallelEmbedding: embedding_dim=1 cannot be dealt to 2 ranks"
     )
     assert message(lambda g: VocabParallelEmbedding(8, 4, padding_idx=8, group=g)) == (
         "VocabParallelEmbedding: padding_idx=8 is outside num_embeddings=8"

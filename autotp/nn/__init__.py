@@ -4,7 +4,7 @@ Complete on their own, for models that are written with them from the start, and
 `autotp.shard` puts in place of a model's own.
 """
 
-from autotp.nn.embedding import VocabParallelEmbedding
+from autotp.nn.embedding import ParallelEmbedding, VocabParallelEmbedding
 from autotp.nn.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]

@@ -1,4 +1,4 @@
-"""Rows of a part of an embedding table, zeros for the ids that other ranks hold."""
+"""Rows of a part of an embedding table, zeros for the ids that other ranks hold; and their norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["lookup", "renormalise"]
+from autotp.comm import Group
+
+__all__ = ["lookup", "renormalise_columns", "renormalise_rows"]
 
 
 def _positions(
@@ -101,9 +103,22 @@ def lookup(
     return rows
 
 
-def renormalise(table: Tensor, ids: Tensor, start: int, *, max_norm: float, norm_type: float) -> None:
+def renormalise_rows(table: Tensor, ids: Tensor, start: int, *, max_norm: float, norm_type: float) -> None:
     """Scale, in place, the rows that `ids` name to a norm of at most `max_norm`, as nn.Embedding does."""
     local = ids.flatten() - start
     own = local[(local >= 0) & (local < table.shape[0])]
     with torch.no_grad():
         torch.embedding_renorm_(table.detach(), own, max_norm, norm_type)
+
+
+def renormalise_columns(
+    table: Tensor, ids: Tensor, group: Group, *, max_norm: float, norm_type: float
+) -> None:
+    """The same for a table of which each rank holds some columns: the norm is that of the whole row."""
+    with torch.no_grad():
+        named = ids.unique()  # type: ignore[no-untyped-call]
+        rows = table[named]
+        parts = torch.linalg.vector_norm(rows, norm_type, dim=-1).unsqueeze(0)
+        norms = torch.linalg.vector_norm(group.all_gather(parts, 0, [1] * group.size), norm_type, dim=0)
+        scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)
+        table[named] = rows * scale.unsqueeze(-1)
