@@ -17,7 +17,7 @@ from autotp.pattern import strongest
 from autotp.placement import Shard
 
 if TYPE_CHECKING:
-    from autotp.match import Matches, Placed
+    from autotp.match import Matches
 
 __all__ = [
     "LOW",
@@ -146,18 +146,14 @@ def expected_collectives(inventory: Inventory, matches: Matches) -> tuple[Collec
 
     A column layer copies its input (one all-reduce backward), a row layer reduces its output and a
     vocab layer its rows (one all-reduce forward); `gather_output` adds an all-gather forward,
-    `split_input` one backward. Column layers side by side in one module that read the same number
-    of features are counted as reading one value: q, k and v share a copy.
+    `split_input` one backward.
     """
     found: list[Collective] = []
-    shared: set[tuple[str, int | None]] = set()
     for placed in matches.placed.values():
         if not any(len(_shape(inventory, name)) > 1 for name in placed.layouts):
             continue  # a per-head vector moves nothing
         if placed.style == "column":
-            reads = (placed.path.rpartition(".")[0], _features_read(inventory, placed))
-            if placed.target == "module" and reads not in shared:
-                shared.add(reads)
+            if placed.target == "module":
                 found += collectives_of("copy", placed.path)
             if placed.rule.gather_output:
                 found += collectives_of("gather", placed.path)
@@ -172,15 +168,6 @@ def _shape(inventory: Inventory, name: str) -> tuple[int, ...]:
     module = inventory.modules.get(name.rpartition(".")[0])
     local = name.rpartition(".")[2]
     return module.tensors[local].shape if module is not None and local in module.tensors else ()
-
-
-def _features_read(inventory: Inventory, placed: Placed) -> int | None:
-    """The input features of a column layer: the dim of its weight that is not cut."""
-    for name, shard in placed.layouts.items():
-        shape = _shape(inventory, name)
-        if len(shape) == 2:
-            return shape[1 - shard.dim]
-    return None
 
 
 def collapsed(path: str) -> str:

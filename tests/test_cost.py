@@ -143,11 +143,14 @@ def expected(inventory, rules, tp=3):
     ]
 
 
-def test_a_llama_layer_has_two_each_way_and_q_k_v_share_one_copy():
+def test_a_llama_layer_has_two_forward_and_one_backward_for_each_column_layer():
     assert sorted(expected(llama(), LLAMA)) == [
         ("copy", "lm_head", "backward"),
         ("copy", "model.layers.0.mlp.gate_proj", "backward"),
+        ("copy", "model.layers.0.mlp.up_proj", "backward"),
         ("copy", "model.layers.0.self_attn.k_proj", "backward"),
+        ("copy", "model.layers.0.self_attn.q_proj", "backward"),
+        ("copy", "model.layers.0.self_attn.v_proj", "backward"),
         ("gather", "lm_head", "forward"),
         ("reduce", "model.embed_tokens", "forward"),
         ("reduce", "model.layers.0.mlp.down_proj", "forward"),

@@ -71,6 +71,7 @@ def convert(
     Exit code: 0 fine, 1 the plan is refused, 2 usage or unreadable files.
     """
     from autotp.checkpoint.convert import convert as run
+    from autotp.report.table import plan_name
 
     with progress("converted") as tell:
         written = run(
@@ -84,8 +85,7 @@ def convert(
             dry_run=dry_run,
         )
     proof = "layouts proven" if written.proof == "layouts" else "layouts not proven: names and shapes only"
-    name = f"{written.plan_name} (shipped)" if written.plan_name else plan
-    write(f"{source}: plan {name}, tp {tp}, {proof}\n{_summary(written)}")
+    write(f"{source}: plan {plan_name(written.plan)}, tp {tp}, {proof}\n{_summary(written)}")
     return FINE
 
 

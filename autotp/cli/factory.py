@@ -38,11 +38,11 @@ def build(target: str) -> tuple[nn.Module, Any]:
         if isinstance(factory, nn.Module):
             return factory, None
         if not callable(factory):
-            raise UsageError(f"{target} is a {type(factory).__name__}, not a factory\n{HELP}")
+            raise UsageError(f"{target} is of type {type(factory).__name__}, not a factory\n{HELP}")
         made = _run(target, f"{target} raised", factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{target} returned a {type(made).__name__}, not an nn.Module\n{HELP}")
+        raise UsageError(f"{target} returned a value of type {type(made).__name__}, not an nn.Module\n{HELP}")
     return model, inputs
 
 

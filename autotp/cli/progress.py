@@ -31,6 +31,8 @@ def progress(doing: str) -> Iterator[Callable[[int, int, str], None]]:
     finally:
         if close is not None:
             close()
+    if not last[0]:
+        return
     seconds = time.perf_counter() - started
     rate = bytes_words(int(last[0] / max(seconds, 1e-9)))
     print(f"{doing} {bytes_words(last[0])} in {seconds:.1f} s, {rate}/s", file=sys.stderr)

@@ -26,26 +26,27 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
     Raises UsageError for a target or a tp that cannot be, CheckpointError for a file that cannot be
     read, PlanError for a plan file with faults.
     """
-    if Path(target).name == "config.json":
-        return _prove_checkpoint(target, plan, tp)
-    if Path(target).exists():
+    if target and Path(target).exists():
+        if Path(target).name == "config.json":
+            return _prove_config(target, plan, tp)
         return _prove_checkpoint(target, plan, tp) if prove else _read_headers(target, plan, tp)
     if _FACTORY.fullmatch(target):
         return _prove_factory(target, plan, tp)
-    raise UsageError(f"{target}: no such file or folder\n  = help: TARGET is {TARGET[0].lower()}{TARGET[1:]}")
+    what = TARGET[0].lower() + TARGET[1:].rstrip(".")
+    raise UsageError(f"{target or repr(target)}: no such file or folder\n  = help: TARGET is {what}")
 
 
-def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> tuple[Plan, str]:
-    """The plan that --plan names, or else the shipped one of the config's model_type, and its name."""
+def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> Plan:
+    """The plan that --plan names, or else the shipped one of the config's model_type."""
     from autotp.plan import Plan, plan_for, shipped_plans
 
     if wanted is not None and wanted != "auto":
-        return Plan.load(wanted), wanted
+        return Plan.load(wanted)
     model_type = config.get("model_type")
     found = plan_for(model_type) if isinstance(model_type, str) else None
     if found is not None:
-        return found, f"{model_type} (shipped)"
-    why = f"no plan is shipped for model_type {model_type!r}" if model_type else "the model has no model_type"
+        return found
+    why = f"no plan is shipped for model_type {model_type!r}" if model_type else "no model_type is known"
     shipped = ", ".join(shipped_plans())
     raise UsageError(f"{why}\n  = help: say --plan with a plan file, or with a shipped one: {shipped}")
 
@@ -55,20 +56,29 @@ def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.shapes import analyze_shapes
 
     found = inventory(target)
-    chosen, name = choose_plan(plan, found.config)
-    return analyze_shapes(found, chosen, tp=tp, plan_name=name)
+    chosen = choose_plan(plan, found.config)
+    return analyze_shapes(found, chosen, tp=tp)
 
 
 def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.checkpoint.inventory import inventory
-    from autotp.hf import model_type, prove
     from autotp.shapes import as_stored
 
-    chosen, name = choose_plan(plan, {"model_type": model_type(target)})
-    stored = None if Path(target).name == "config.json" else inventory(target)
-    analysis = prove(target, chosen, tp)
-    analysis.plan_name = name
-    return analysis if stored is None else as_stored(analysis, stored)
+    stored = inventory(target)
+    chosen = choose_plan(plan, stored.config)
+    from autotp.hf import prove  # only now torch
+
+    return as_stored(prove(target, chosen, tp), stored)
+
+
+def _prove_config(target: str, plan: str | None, tp: int) -> Analysis:
+    """What a config.json describes; there are no headers to read."""
+    from autotp.checkpoint.folder import read_config
+
+    chosen = choose_plan(plan, read_config(Path(target).parent))
+    from autotp.hf import prove
+
+    return prove(target, chosen, tp)
 
 
 def _prove_factory(target: str, plan: str | None, tp: int) -> Analysis:
@@ -78,7 +88,5 @@ def _prove_factory(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.api import analyze
 
     config = getattr(model, "config", None)
-    chosen, name = choose_plan(plan, {"model_type": getattr(config, "model_type", None)})
-    analysis = analyze(model, chosen, tp=tp, inputs=inputs)
-    analysis.plan_name = name
-    return analysis
+    chosen = choose_plan(plan, {"model_type": getattr(config, "model_type", None)})
+    return analyze(model, chosen, tp=tp, inputs=inputs)

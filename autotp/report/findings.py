@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
 
 from autotp.diagnostic import Diagnostic, errors
-from autotp.report.json import FORM, diagnostic_data
+from autotp.report.json import FORM, diagnostic_data, dumps
 from autotp.report.text import one_finding, paint
 from autotp.report.words import findings_words
 
@@ -24,7 +23,7 @@ def as_text(diagnostics: Sequence[Diagnostic], *, colour: bool = False) -> str:
 def as_json(diagnostics: Sequence[Diagnostic]) -> str:
     """The keys of a report that need no match: report, ok, diagnostics."""
     found = [diagnostic_data(finding) for finding in diagnostics]
-    return json.dumps({"report": FORM, "ok": not errors(diagnostics), "diagnostics": found}, indent=2)
+    return dumps({"report": FORM, "ok": not errors(diagnostics), "diagnostics": found})
 
 
 def as_html(diagnostics: Sequence[Diagnostic]) -> str:

@@ -7,6 +7,7 @@ The keys and their order are stable; `"report": 1` numbers the form. `"plan"` is
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from autotp.analysis import Analysis
 from autotp.cost import left_whole
@@ -14,14 +15,47 @@ from autotp.diagnostic import Diagnostic, Span
 from autotp.placement import Shard
 from autotp.report.table import plan_name, unmatched
 
-__all__ = ["FORM", "diagnostic_data", "render"]
+__all__ = ["FORM", "diagnostic_data", "dumps", "render"]
 
 FORM = 1
+WIDTH = 110
 
 
 def render(analysis: Analysis) -> str:
-    """The whole analysis as indented JSON, with a line feed at its end."""
-    return json.dumps(document(analysis), indent=2, ensure_ascii=False) + "\n"
+    """The whole analysis as JSON."""
+    return dumps(document(analysis))
+
+
+def dumps(data: Mapping[str, object]) -> str:
+    """JSON in which a table or a list that is too long for a line has a line for each entry.
+
+    >>> print(dumps({"tp": 2, "modes": ["eval", "train"]}), end="")
+    {
+      "tp": 2,
+      "modes": ["eval", "train"]
+    }
+    """
+    return _broken(data, 2) + "\n"
+
+
+def _written(value: object, indent: int) -> str:
+    line = json.dumps(value, ensure_ascii=False)
+    return line if indent + len(line) <= WIDTH else _broken(value, indent + 2)
+
+
+def _broken(value: object, indent: int) -> str:
+    """A value over several lines, each entry at `indent`."""
+    if isinstance(value, Mapping):
+        entries = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_written(v, indent)}" for key, v in value.items()
+        ]
+    elif isinstance(value, list):
+        entries = [_written(entry, indent) for entry in value]
+    else:
+        return json.dumps(value, ensure_ascii=False)
+    brackets = "{}" if isinstance(value, Mapping) else "[]"
+    pad = " " * indent
+    return f"{brackets[0]}\n{pad}" + f",\n{pad}".join(entries) + f"\n{pad[2:]}{brackets[1]}"
 
 
 def document(analysis: Analysis) -> dict[str, object]:
@@ -34,7 +68,7 @@ def document(analysis: Analysis) -> dict[str, object]:
     return {
         "report": FORM,
         "target": inventory.name,
-        "plan_name": plan_name(analysis),
+        "plan_name": plan_name(analysis.plan, analysis.plan_name),
         "plan": analysis.plan.to_data(),
         "tp": analysis.tp,
         "ok": analysis.ok,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotp.analysis import LAYOUTS, Analysis
@@ -12,10 +13,12 @@ from autotp.cost import Collective, collapsed, local_bytes
 from autotp.inventory import TensorInfo
 from autotp.pattern import matches
 from autotp.report.words import bytes_words, findings_words, shard_words
+from autotp.shipped import plans_folder
 from autotp.units import unit_name
 
 if TYPE_CHECKING:
     from autotp.match import Placed
+    from autotp.plan import Plan
 
 __all__ = [
     "Row",
@@ -42,12 +45,18 @@ class Row:
     nbytes: str
 
 
-def plan_name(analysis: Analysis) -> str:
-    """The plan as users know it: its shipped name, its file, or "given in code"."""
-    if analysis.plan_name:
-        return analysis.plan_name
-    spans = (analysis.plan.span(pattern) for pattern in analysis.plan.rules)
-    return next((span.file for span in spans if span is not None), "given in code")
+def plan_name(plan: Plan, given: str = "") -> str:
+    """The plan as users know it: by its shipped name or its file, else as it was `given`.
+
+    >>> from autotp.plan import Plan
+    >>> plan_name(Plan.load("bert")), plan_name(Plan(rules={"fc1": "column"}))
+    ('bert (shipped)', 'given in code')
+    """
+    span = next(filter(None, map(plan.span, plan.rules)), None)
+    if span is None:
+        return given or "given in code"
+    path = Path(span.file)
+    return f"{path.stem} (shipped)" if path.parent == plans_folder() else span.file
 
 
 def headline(analysis: Analysis) -> str:
@@ -56,7 +65,8 @@ def headline(analysis: Analysis) -> str:
         certain = "layouts proven" + (f" ({', '.join(analysis.modes)})" if analysis.modes else "")
     else:
         certain = "names and shapes only"
-    return f"{analysis.inventory.name}: plan {plan_name(analysis)}, tp {analysis.tp}, {certain}"
+    plan = plan_name(analysis.plan, analysis.plan_name)
+    return f"{analysis.inventory.name}: plan {plan}, tp {analysis.tp}, {certain}"
 
 
 def rows(analysis: Analysis) -> list[Row]:

@@ -12,6 +12,7 @@ __all__ = ["findings", "paint", "render"]
 
 HEADS = ("rule", "in", "style", "how it is cut", "tensors", "a rank holds")
 WIDTH = 100  # columns; longer module names lose their front
+SEVERITIES = ("error", "warning", "note")
 TOLD = "AT215"  # an optional rule that matches nothing: the table tells it
 SHOWN = 5  # lines of what stays whole
 COLOURS = {"error": "1;31", "warning": "1;33", "ok": "1;32", "refused": "1;31", "bold": "1"}
@@ -26,7 +27,8 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
     lines += ["", *_whole(analysis), "", *_collectives(analysis), "", bytes_line(analysis)]
     if analysis.edits:
         lines += ["", "edits of the model's own code:", analysis.edits.rstrip("\n")]
-    for finding in (d for d in analysis.diagnostics if d.code != TOLD):
+    shown = [finding for finding in analysis.diagnostics if finding.code != TOLD]
+    for finding in sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)):
         lines += ["", one_finding(finding, colour=colour)]
     closing = verdict(analysis)
     return "\n".join([*lines, "", paint(closing, closing.partition(" ")[0].rstrip(":"), colour)])
@@ -52,11 +54,13 @@ def _table(found: list[Row]) -> list[str]:
     numbers = [(f"{row.tensors:,}", row.nbytes) for row in found]
     cells = [HEADS, *((r.rule, r.where, r.style, r.cut, *n) for r, n in zip(found, numbers, strict=True))]
     widths = [max(len(line[place]) for line in cells) for place in range(len(HEADS))]
-    widths[1] = max(2, min(widths[1], WIDTH - sum(widths) + widths[1] - 2 * (len(HEADS) - 1)))
+    room = WIDTH - sum(widths) + widths[1] - 2 * (len(HEADS) - 1)
+    cells = [(line[0], shortened(line[1], room), *line[2:]) for line in cells]
+    widths[1] = max(len(line[1]) for line in cells)
     lines = []
-    for rule, where, *rest in cells:
-        words = zip([rule, shortened(where, widths[1]), *rest], widths, strict=True)
-        padded = [word.rjust(n) if place > 3 else word.ljust(n) for place, (word, n) in enumerate(words)]
+    for line in cells:
+        words = enumerate(zip(line, widths, strict=True))
+        padded = [word.rjust(n) if place > 3 else word.ljust(n) for place, (word, n) in words]
         lines.append("  ".join(padded).rstrip())
     return lines
 
