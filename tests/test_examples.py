@@ -1,9 +1,9 @@
-"""Every example runs, in less than half a minute, and says what it promises."""
+"""Every example runs, in less than half a minute of processor time, and says what it promises."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,13 +27,19 @@ TORCHRUN = (
 )
 
 
+def seconds():
+    """Processor time of the processes that have ended so far: other work on the machine does not count."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
 def run(*command):
-    started = time.monotonic()
+    before = seconds()
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - started < 30
+    assert seconds() - before < 30
     return done.stdout
 
 
