@@ -114,6 +114,8 @@ class VocabParallelEmbedding(_CutEmbedding):
 
     start: int
     check_ids: bool
+    reduce_output: bool = True
+    """False: the output stays partial, for a reduce that stands elsewhere."""
 
     def __init__(
         self,
@@ -185,7 +187,7 @@ class VocabParallelEmbedding(_CutEmbedding):
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
         )  # (..., width), zeros for other ranks' ids
-        return mappings.reduce(rows, self.group)
+        return mappings.reduce(rows, self.group) if self.reduce_output else rows
 
 
 class ParallelEmbedding(_CutEmbedding):

@@ -1,0 +1,148 @@
+"""Meshes with pp, dp and tp axes on real ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autotp.comm import group_of
+from autotp.diagnostic import UsageError
+from autotp.groups import Place, initialize, place
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def places(rank: int, size: int) -> list[object]:
+    found: list[object] = []
+    for tp, pp in ((2, 1), (1, 2), (1, 1)):
+        mesh = initialize(tp=tp, pp=pp)
+        group = group_of(mesh)
+        found.append((mesh.mesh_dim_names, tuple(mesh.shape), place(mesh), group.rank, group.size))
+    return found
+
+
+def test_sizes_ranks_and_sources(ranks) -> None:
+    axes = ("pp", "dp", "tp")
+    for rank, found in enumerate(ranks(2)(places)):
+        assert found == [
+            (axes, (1, 1, 2), Place(rank, 2, 0, 1, 0, 1, source=0), rank, 2),
+            (axes, (2, 1, 1), Place(0, 1, 0, 1, rank, 2, source=rank), 0, 1),
+            (axes, (1, 2, 1), Place(0, 1, rank, 2, 0, 1, source=rank), 0, 1),
+        ]
+
+
+def refused(rank: int, size: int) -> list[str]:
+    found = []
+    for tp, pp in ((3, 1), (2, 2), (0, 1), (1, -1)):
+        try:
+            initialize(tp=tp, pp=pp)
+        except UsageError as error:
+            found.append(str(error))
+    try:
+        place(torch.distributed.device_mesh.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
+def test_sizes_that_do_not_fit_are_errors_with_the_numbers(ranks) -> None:
+    assert (
+        ranks(2)(refused)
+        == [
+            [
+                "a world of 2 ranks cannot be tp=3 × pp=1 × dp: 2 is not a multiple of 3",
+                "a world of 2 ranks cannot be tp=2 × pp=2 × dp: 2 is not a multiple of 4",
+                "tp must be at least 1, not 0",
+                "pp must be at least 1, not -1",
+                "the mesh has the axes ['dp'], and none named 'tp'",
+            ]
+        ]
+        * 2
+    )
+
+
+def of_four(rank: int, size: int, tp: int, pp: int) -> tuple[Place, list[int], float]:
+    mesh = initialize(tp=tp, pp=pp)
+    group = group_of(mesh)
+    total = group.all_reduce(torch.tensor([float(rank)])).item()
+    return place(mesh), dist.get_process_group_ranks(mesh.get_group("tp")), total
+
+
+@pytest.mark.slow
+def test_tensor_ranks_are_adjacent_on_four_ranks(ranks) -> None:
+    for rank, (found, members, total) in enumerate(ranks(4)(of_four, 2, 1)):
+        assert found == Place(rank % 2, 2, rank // 2, 2, 0, 1, source=rank // 2 * 2)
+        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert total == sum(members)
+    for rank, (found, members, _) in enumerate(ranks(4)(of_four, 2, 2)):
+        assert found == Place(rank % 2, 2, 0, 1, rank // 2, 2, source=rank // 2 * 2)
+        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+PROGRAM = """
+import sys
+import torch
+import autotp.groups
+from autotp.nn import ColumnParallelLinear, RowParallelLinear
+
+def main(rank=None, port=None):
+    import os
+    if rank is not None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    mesh = autotp.groups.initialize(tp=2, backend="gloo")
+    torch.manual_seed(0)
+    up = ColumnParallelLinear(4, 6, gather_output=False, group=mesh)
+    down = RowParallelLinear(6, 4, input_is_parallel=True, group=mesh)
+    y = down(up(torch.ones(1, 4)))
+    open(sys.argv[1] + str(autotp.groups.place(mesh).tp_rank), "w").write(repr(y.tolist()))
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    if sys.argv[2] == "spawn":
+        torch.multiprocessing.spawn(main, (int(sys.argv[3]),), nprocs=2)
+    else:
+        main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_torchrun_and_spawn(tmp_path: Path, launcher: str) -> None:
+    from autotp.nn import ColumnParallelLinear, RowParallelLinear
+    from tests.ranks import free_port
+
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [str(program), str(tmp_path / "out"), launcher, str(free_port())]
+    if launcher == "torchrun":
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            f"--master-port={free_port()}",
+            *command,
+        ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(
+        [sys.executable, *command],
+        check=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=120,
+        capture_output=True,
+    )
+    torch.manual_seed(0)
+    up, down = (
+        ColumnParallelLinear(4, 6, gather_output=False),
+        RowParallelLinear(6, 4, input_is_parallel=True),
+    )
+    want = down(up(torch.ones(1, 4)))
+    for rank in range(2):
+        found = torch.tensor(eval((tmp_path / f"out{rank}").read_text()))
+        torch.testing.assert_close(found, want)
