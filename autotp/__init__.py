@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from autotp.api import analyze as analyze
     from autotp.api import shard as shard
     from autotp.api import verify as verify
-    from autotp.checkpoint import convert as convert
-    from autotp.checkpoint import merge as merge
+    from autotp.checkpoint.convert import convert as convert
     from autotp.checkpoint.load import from_pretrained as from_pretrained
+    from autotp.checkpoint.merge import merge as merge
     from autotp.diagnostic import AutotpError as AutotpError
     from autotp.diagnostic import CheckpointError as CheckpointError
     from autotp.diagnostic import Diagnostic as Diagnostic
@@ -73,10 +73,10 @@ _HOME = {
     "UsageError": "autotp.diagnostic",
     "Verification": "autotp.verification",
     "analyze": "autotp.api",
-    "convert": "autotp.checkpoint",
+    "convert": "autotp.checkpoint.convert",
     "from_pretrained": "autotp.checkpoint.load",
     "mappings": "autotp.mappings",
-    "merge": "autotp.checkpoint",
+    "merge": "autotp.checkpoint.merge",
     "nn": "autotp.nn",
     "shard": "autotp.api",
     "verify": "autotp.api",
