@@ -117,7 +117,7 @@ def merge(parts: Sequence[Any], shard: Shard, *, check: bool = False) -> Any:
 class Rows:
     """A cut tensor in row-major bytes: `count` rows of `length` bytes each; a rank holds of every row
     the `ranges` (start, stop, place): bytes start to stop, which stand at `place` in its own row of
-    `local` bytes."""
+    `local` bytes. A rank that holds everything holds one row, whatever the dim."""
 
     count: int
     length: int
@@ -192,7 +192,10 @@ def rows(shape: Sequence[int], itemsize: float, shard: Shard | None, rank: int) 
     for start, stop in cut(shape, shard, rank):
         places.append((start * inner, stop * inner, local))
         local += (stop - start) * inner
-    return Rows(math.prod(shape[: shard.dim]), shape[shard.dim] * inner, local, tuple(places))
+    count, length = math.prod(shape[: shard.dim]), shape[shard.dim] * inner
+    if local == length:
+        return Rows(1, count * length, count * length, ((0, count * length, 0),))
+    return Rows(count, length, local, tuple(places))
 
 
 def _places(shape: Sequence[int], shard: Shard, rank: int) -> Iterator[tuple[Any, Any]]:

@@ -96,7 +96,7 @@ class Source:
         for rank, (part, (first, again)) in enumerate(zip(self.parts, self.held, strict=True)):
             if part.rows.whole and not again.ranges:
                 read_exactly(part, block, start)
-            elif not whole_rows or part.rows.whole:
+            elif not whole_rows or part.rows.count == 1:
                 for low, high, place in first.within(start, start + len(block)):
                     read_exactly(part, block[low:high], place)
                 for low, high, place in again.within(start, start + len(block)):
