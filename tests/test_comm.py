@@ -57,6 +57,8 @@ def collect(group: Group, dtype: torch.dtype) -> list[torch.Tensor]:
     results = [group.all_gather(local, dim, s) for dim, s in ((1, sizes), (-2, sizes))]
     if dtype in DTYPES:
         results += [group.all_reduce(x) for x in inputs[:4]]
+        waits = [group.all_reduce_later(x) for x in inputs[:4]]
+        assert all(torch.equal(wait(), x) for wait, x in zip(waits, results[2:6], strict=True))
         results += [group.reduce_scatter(wide, dim, sizes) for dim in (1, -2)]
     assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True))
     assert all(x.is_contiguous() and x.dtype == dtype for x in results)

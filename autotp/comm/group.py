@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor
 
-__all__ = ["EXCHANGE_TIMEOUT", "Group", "GroupOfOne"]
+__all__ = ["EXCHANGE_TIMEOUT", "Group", "GroupOfOne", "KnownGroup", "contiguous_copy"]
 
 T = TypeVar("T")
 EXCHANGE_TIMEOUT = 60.0
@@ -34,6 +35,9 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`; all have the same shape."""
 
+    def all_reduce_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start `all_reduce(x)`; the function that is returned waits for the sum. Call it once."""
+
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Every rank's `x`, concatenated on `dim` in rank order.
 
@@ -51,7 +55,11 @@ class Group(Protocol):
         """
 
 
-class GroupOfOne:
+class KnownGroup:
+    """Marks our own groups, so that a call which is given one need not ask for its methods."""
+
+
+class GroupOfOne(KnownGroup):
     """The group of a process that shares its work with nobody.
 
     >>> group = GroupOfOne()
@@ -65,6 +73,11 @@ class GroupOfOne:
     def all_reduce(self, x: Tensor) -> Tensor:
         """A contiguous copy of `x`."""
         return contiguous_copy(x)
+
+    def all_reduce_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """A function that gives a contiguous copy of `x`."""
+        total = contiguous_copy(x)
+        return lambda: total
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """A contiguous copy of `x`."""
@@ -89,6 +102,4 @@ class GroupOfOne:
 
 def contiguous_copy(x: Tensor) -> Tensor:
     """A new tensor with the values of `x`, contiguous, whatever strides `x` has."""
-    import torch
-
     return x.clone(memory_format=torch.contiguous_format)

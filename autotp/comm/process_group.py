@@ -11,18 +11,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm.exchange import Store, exchange_through
-from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, contiguous_copy
+from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, contiguous_copy
 from autotp.diagnostic import UsageError
 
 __all__ = ["ProcessGroupGroup", "group_of"]
 
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
+_world: list[dist.ProcessGroup | None] = [None]  # whose groups are known
 _reduced_as = {torch.int16: torch.int32}  # gloo knows no 16-bit integers and no 8-bit floats
 _moved_as_bytes = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
-class ProcessGroupGroup:
+class ProcessGroupGroup(KnownGroup):
     """A `Group` over a torch process group. Made by `group_of`."""
 
     def __init__(self, process_group: dist.ProcessGroup, *, everyone: Sequence[int]) -> None:
@@ -40,6 +41,20 @@ class ProcessGroupGroup:
         if x.numel() > 0:
             dist.all_reduce(total, group=self.process_group)
         return total
+
+    def all_reduce_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start the sum over the ranks; the function waits for it."""
+        if x.dtype in _reduced_as or x.numel() == 0:
+            now = self.all_reduce(x)
+            return lambda: now
+        total = contiguous_copy(x)
+        work = dist.all_reduce(total, group=self.process_group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return total
+
+        return wait
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The ranks' tensors concatenated on `dim`.
@@ -140,11 +155,12 @@ def _wrapped(
         raise UsageError(f"rank {dist.get_rank()} is not in the group that it was given")
     if everyone is None:
         everyone = tuple(dist.get_process_group_ranks(process_group))
+    if dist.group.WORLD is not _world[0]:  # a new job in this process: all its groups are new
+        _world[0] = dist.group.WORLD
+        _known.clear()
     name = process_group.group_name
     known = _known.get((name, everyone))
     if known is None or known.process_group is not process_group:
-        if process_group is dist.group.WORLD:  # a new job in this process: its groups are new as well
-            _known.clear()
         known = _known[name, everyone] = ProcessGroupGroup(process_group, everyone=everyone)
     return known
 
@@ -162,6 +178,9 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | int | None = None) -
     >>> group_of(None).size
     1
     """
+    given: object = mesh
+    if isinstance(given, KnownGroup):
+        return cast(Group, given)
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
         if mesh.ndim > 1 and "tp" not in names:

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from autotp.comm.group import EXCHANGE_TIMEOUT
+from autotp.comm.group import EXCHANGE_TIMEOUT, KnownGroup
 from autotp.diagnostic import UsageError
 
 __all__ = ["SimulatedGroup", "simulate"]
@@ -117,7 +117,7 @@ class _Room:
             turn.release()
 
 
-class SimulatedGroup:
+class SimulatedGroup(KnownGroup):
     """A `Group` of ranks that run in this process. Made by `simulate`.
 
     It belongs to its rank, not to one call of `simulate`: a module that was sharded in one simulation
@@ -146,6 +146,11 @@ class SimulatedGroup:
         terms = (x.dtype, tuple(x.shape))
         total: Tensor = self._meet(_Call("all_reduce", terms, x.detach(), _sums))
         return total
+
+    def all_reduce_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """The sum, at once: one rank runs at a time."""
+        total = self.all_reduce(x)
+        return lambda: total
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The ranks' tensors concatenated on `dim`."""

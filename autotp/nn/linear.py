@@ -22,6 +22,7 @@ from autotp.comm import Group, group_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
+from autotp.nn.overlap import copied_linear
 from autotp.placement import Shard
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -185,8 +186,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out), or (..., out/tp) without `gather_output`."""
-        x = mappings.copy(input, self.group) if self.copy_input else input
-        y = F.linear(x, self.weight, self.bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
+        if self.copy_input:
+            y = copied_linear(input, self.weight, self.bias, self.group)
+        else:
+            y = F.linear(input, self.weight, self.bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
         return mappings.gather(y, self.group, dim=-1, shard=self.shard) if self.gather_output else y
 
 

@@ -1,0 +1,72 @@
+"""A linear layer whose input gradient is summed over the ranks while its weight gradient is computed.
+
+    backward of copy, then linear:   dX = dY W, all-reduce dX, wait, dW = dYᵀ X
+    backward here:                   dX = dY W, start the all-reduce, dW = dYᵀ X, wait
+
+As Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py). Only the
+order differs: the numbers are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autotp import mappings
+from autotp.comm import Group
+
+__all__ = ["copied_linear"]
+
+
+class _CopiedLinear(torch.autograd.Function):
+    """y = linear(copy(x), weight, bias)."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, ctx.group = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # to be differentiated again: nothing is hidden from autograd
+            dx = mappings.reduce(dy @ weight, ctx.group)
+            x = mappings.copy(x, ctx.group)
+            wait = None
+        else:
+            wait = ctx.group.all_reduce_later(dy @ weight)
+        rows = dy.reshape(-1, dy.shape[-1])  # (n, out/tp)
+        dweight = rows.t() @ x.reshape(-1, x.shape[-1])
+        dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return (dx if wait is None else wait()), dweight, dbias, None
+
+
+def copied_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    """linear(copy(x), weight, bias): x (..., in), the same on all ranks, -> (..., out/tp).
+
+    The overlap needs a gradient of both x and weight; without, under autocast (which casts inside
+    linear) and in compiled code (whose compiler orders the collectives) it is the plain pair.
+
+    >>> from autotp.comm import GroupOfOne
+    >>> copied_linear(torch.ones(1, 2), torch.ones(3, 2), None, GroupOfOne()).tolist()
+    [[2.0, 2.0, 2.0]]
+    """
+    overlaps = (
+        group.size > 1
+        and torch.is_grad_enabled()
+        and x.requires_grad
+        and weight.requires_grad
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+    if overlaps:
+        y: Tensor = _CopiedLinear.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
+        return y
+    return F.linear(mappings.copy(x, group), weight, bias)
