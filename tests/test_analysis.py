@@ -5,11 +5,14 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+import autotp
 from autotp.analysis import NAMES_AND_SHAPES, Analysis, Collective
 from autotp.checkpoint.inventory import inventory
+from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError, Diagnostic, UsageError
 from autotp.plan import Plan
 from autotp.shapes import analyze_headers, analyze_shapes, as_stored
+from tests import models
 from tests.sparse import llama_checkpoint, llama_config, llama_shapes, write_checkpoint
 
 SIZES = {"hidden": 48, "inter": 65, "layers": 2, "heads": 6, "kv": 3, "vocab": 99}
@@ -116,3 +119,29 @@ def test_a_config_for_other_weights_is_an_error(tmp_path, folder):
         "  = help: config.json belongs to other weights; get both from one place"
     ]
     assert not told.ok
+
+
+def held(group, build):
+    """The bytes of parameters and buffers of one rank's sharded model, shared ones once."""
+    model = autotp.shard(build(), "llama", group, check="shapes")
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bytes_are_those_of_the_sharded_model(tied):
+    def build():
+        return models.llama(tie_word_embeddings=tied, num_hidden_layers=1)
+
+    analysis = autotp.analyze(build(), "llama", tp=4, check="shapes")
+    assert analysis.rank_bytes == tuple(simulate(4, lambda group: held(group, build)))
+    assert len(set(analysis.rank_bytes)) > 1
+
+
+def test_a_plan_from_a_report_shards_alike():
+    first = autotp.analyze(models.MLP(), {"fc1": "column", "fc2": "row"}, tp=2)
+    plan = Plan.loads(json.dumps(json.loads(first.to_json())["plan"]))
+    again = autotp.analyze(models.MLP(), plan, tp=2)
+    assert (again.layouts, again.collectives) == (first.layouts, first.collectives)
+    sizes = simulate(2, lambda group: autotp.shard(models.MLP(), plan, group).fc1.weight.shape[0])
+    assert sizes == [17, 16]

@@ -552,39 +552,38 @@ def test_a_factory_that_fails_is_one_error(models, target, here):
 # Proven from a checkpoint
 
 
-def test_the_layouts_of_a_checkpoint_are_proven_and_its_dtypes_counted(here):
-    folder = bert_checkpoint(here / "bert", dtype="BF16", **TINY_BERT)
-    code, out, err = run("plan", folder, "--tp", 2, "--prove", "--format", "json")
-    assert (code, err) == (0, "")
-    proven = json.loads(out)
-    shown = json.loads(run("plan", folder, "--tp", 2, "--format", "json")[1])
-    assert (proven["target"], proven["certainty"], shown["certainty"]) == (
-        "bert",
-        "layouts",
-        "names and shapes",
-    )
-    stored = {name: t for name, t in proven["tensors"].items() if name in shown["tensors"]}
-    assert stored == {name: shown["tensors"][name] for name in stored}
-    assert set(shown["tensors"]) == set(stored)
-
-
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_what_is_expected_from_styles_is_what_the_graph_shows(here, kind):
-    if kind == "bert":
-        folder = bert_checkpoint(here / kind, **TINY_BERT)
+@pytest.fixture(scope="module", params=["bert", "llama"])
+def both(request, tmp_path_factory):
+    """The reports on one checkpoint: (from its headers, proven)."""
+    folder = tmp_path_factory.mktemp("proven") / request.param
+    if request.param == "bert":
+        bert_checkpoint(folder, dtype="BF16", **TINY_BERT)
     else:
-        folder = llama_checkpoint(here / kind, **GQA)
-    reports = [
-        json.loads(run("plan", folder, "--tp", 2, "--format", "json", *more)[1])
-        for more in ((), ("--prove",))
-    ]
+        llama_checkpoint(folder, dtype="BF16", **GQA)
+    command = ("plan", folder, "--tp", 2, "--format", "json")
+    found = [run(*command), run(*command, "--prove")]
+    assert [(code, err) for code, _, err in found] == [(0, ""), (0, "")]
+    return [json.loads(out) for _, out, _ in found]
+
+
+def test_the_layouts_of_a_checkpoint_are_proven_and_its_dtypes_counted(both):
+    shown, proven = both
+    assert proven["target"] == shown["target"]
+    assert (shown["certainty"], proven["certainty"]) == ("names and shapes", "layouts")
+    assert {name: proven["tensors"][name] for name in shown["tensors"]} == shown["tensors"]
+    computed = [name for name in proven["tensors"] if name not in shown["tensors"]]  # buffers
+    assert all(proven["tensors"][name]["layout"] is None for name in computed)
+
+
+def test_what_is_expected_from_styles_is_what_the_graph_shows(both):
     expected, proven = (
         sorted((c["mapping"], c["module"], c["direction"], c["calls"]) for c in report["collectives"])
-        for report in reports
+        for report in both
     )
     assert expected == proven
 
 
+@pytest.mark.slow
 def test_a_config_alone_is_proven_without_weights(here):
     Path("tiny").mkdir()
     Path("tiny/config.json").write_text(json.dumps(llama_config(**GQA)))
@@ -593,6 +592,7 @@ def test_a_config_alone_is_proven_without_weights(here):
     assert out.splitlines()[0].startswith("LlamaForCausalLM: plan llama (shipped), tp 3, layouts proven")
 
 
+@pytest.mark.slow
 def test_a_config_for_other_weights_is_a_finding(here):
     other = {name: size for name, size in TINY_BERT.items() if name != "heads"} | {"vocab": 100}
     write_checkpoint(here / "bert", bert_shapes(**other), bert_config(**TINY_BERT))
@@ -699,6 +699,7 @@ def test_a_dry_run_writes_nothing(mlp):
     assert sorted(os.listdir()) == before
 
 
+@pytest.mark.slow
 def test_convert_proves_unless_told_otherwise(here):
     bert_checkpoint(here / "bert", **TINY_BERT)
     code, out, _ = run("convert", "bert", "out", "--tp", 2)
