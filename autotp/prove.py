@@ -20,7 +20,7 @@ from autotp.match import Matches
 from autotp.placement import Shard
 from autotp.propagate import dual
 from autotp.propagate.diagnose import diagnose, rule_line
-from autotp.propagate.engine import RANDOM, Finding, Propagation, propagate
+from autotp.propagate.engine import Finding, Propagation, draws, propagate
 from autotp.trace.inputs import Samples
 from autotp.trace.recorder import TraceError, record
 
@@ -133,7 +133,7 @@ def _random(whole: Propagation) -> None:
                     whole, path, "AT316",
                     "random numbers are drawn both on sharded values, where ranks must differ, and on whole "
                     "ones, where they must agree",
-                    ops=RANDOM | {"scaled_dot_product_attention"},
+                    only=draws,
                 )
             )  # fmt: skip
 

@@ -11,9 +11,10 @@ The floor is there because some true gradients are zero (a key's bias before a s
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from autotp.analysis import Analysis
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard
+from autotp.propagate.engine import draws
 from autotp.rewrite.apply import apply
 from autotp.slicing import merge
 from autotp.trace.inputs import Samples, make
@@ -91,22 +93,17 @@ def compare(
     base = _prepared(model, weights, dtype)
     samples = _cast(make(base, inputs), dtype)
     tolerance = _tolerance(base, samples)
-    modes = ["eval"] + ["train"] * ("train" in analysis.modes and not _random_in_train(base, samples))
+    modes = ["eval"] + ["train"] * ("train" in analysis.modes and not _draws_in_train(base, samples))
     output = gradient = 0.0
     worst, equal, zero = "", True, []
     collectives: tuple[Mapping[str, Mapping[str, int]], ...] = ()
     for mode in modes:
         base.train(mode == "train")
-        reference = _run(copy.deepcopy(base), samples)
-        copies = [copy.deepcopy(base) for _ in range(analysis.tp)]
+        alone, *copies = (copy.deepcopy(base) for _ in range(analysis.tp + 1))
 
-        with _foreign(model, base) as ran:
+        with _no_other(model, base):
+            reference = _run(alone, samples)
             runs = simulate(analysis.tp, partial(_rank, copies, analysis, samples))
-        if ran:
-            raise UsageError(
-                f"{type(model).__name__}: its {ran[0]} runs from a copy of the model too: the model holds a "
-                "reference to a part of itself that deepcopy does not follow, so ranks cannot be simulated"
-            )
         output = max([output, *(_difference(reference.outputs, run.outputs) for run in runs)])
         for name, (diff, is_zero) in _gradients(reference, runs, analysis.layouts).items():
             if diff > gradient or not worst:
@@ -174,15 +171,10 @@ def _tolerance(model: nn.Module, samples: Samples) -> float:
     return max((TOLERANCE.get(d, 1e-5) for d in floats), default=1e-9)
 
 
-def _random_in_train(model: nn.Module, samples: Samples) -> bool:
-    """Whether two train forwards of the same inputs differ: then train mode cannot be compared."""
+def _draws_in_train(model: nn.Module, samples: Samples) -> bool:
+    """Whether a train forward draws random numbers: then train mode cannot be compared."""
     model.train()
-    with torch.no_grad():
-        first, second = (
-            [t for _, t, _ in tensors_in(copy.deepcopy(model)(*samples.args, **samples.kwargs))]
-            for _ in range(2)
-        )
-    return any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return any(map(draws, record(model, samples.args, samples.kwargs).ops()))
 
 
 def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -> _Run:
@@ -272,29 +264,29 @@ def _merged_equal(base: nn.Module, runs: Sequence[_Run], layouts: Mapping[str, S
     return True
 
 
-class _foreign:
-    """Watches whether modules of the originals run while only their copies should."""
+@contextlib.contextmanager
+def _no_other(*models: nn.Module) -> Iterator[None]:
+    """Raises UsageError when a module of the originals runs while only their copies should."""
+    ran: list[str] = []
 
-    def __init__(self, *models: nn.Module) -> None:
-        self.models = models
-        self.ran: list[str] = []
-        self.handles: list[Any] = []
+    def watching(path: str) -> Callable[..., None]:
+        return lambda *_: ran.append(path)
 
-    def __enter__(self) -> list[str]:
-        for model in self.models:
-            for path, module in model.named_modules():
-                self.handles.append(module.register_forward_pre_hook(self._noting(path)))
-        return self.ran
-
-    def _noting(self, path: str) -> Callable[..., None]:
-        def note(*_: Any) -> None:
-            self.ran.append(path)
-
-        return note
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
+    handles = [
+        module.register_forward_pre_hook(watching(path))
+        for model in models
+        for path, module in model.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
+        if ran:
+            raise UsageError(
+                f"{type(models[0]).__name__}: its {ran[0]} runs when a copy of the model does: the model holds a "
+                "reference to a part of itself that deepcopy does not follow, so ranks cannot be simulated"
+            )
 
 
 class _Counting:
@@ -319,6 +311,10 @@ class _Counting:
     def all_reduce(self, x: Tensor) -> Tensor:
         self.counts[self._phase]["all-reduce"] += 1
         return self._group.all_reduce(x)
+
+    def all_reduce_later(self, x: Tensor) -> Callable[[], Tensor]:
+        self.counts[self._phase]["all-reduce"] += 1
+        return self._group.all_reduce_later(x)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         self.counts[self._phase]["all-gather"] += 1

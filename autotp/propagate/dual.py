@@ -9,7 +9,7 @@ It proves shapes and arguments, not sums: those are the layout rules' part.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from autotp.match import Placed
 from autotp.placement import Shard
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
-from autotp.propagate.engine import Finding, Propagation, op_name
+from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 from autotp.trace.recorder import Trace, TraceError, Val, record
 
 __all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
@@ -228,15 +228,7 @@ _CONSTANT = (
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
-    schema = getattr(node.target, "_schema", None)
-    arguments = {}
-    if schema is not None:
-        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    names = [a.name for a in schema.arguments] if schema is not None else []
-    for position, value in enumerate(node.args):
-        arguments[names[position] if position < len(names) else str(position)] = _plain(value)
-    arguments.update({k: _plain(v) for k, v in node.kwargs.items()})
-    return arguments
+    return {name: _plain(value) for name, value in arguments_of(node).items()}
 
 
 def _plain(value: Any) -> Any:
@@ -272,11 +264,11 @@ def finding_in(
     code: str,
     message: str,
     help: tuple[str, ...] = (),
-    ops: frozenset[str] | None = None,
+    only: Callable[[fx.Node], bool] | None = None,
 ) -> Finding:
-    """A finding at the first op (of those named `ops`) of the module `path` that has to do with a shard."""
+    """A finding at the first op (of `only` those) of the module `path` that has to do with a shard."""
     inside = [n for n in whole.trace.ops() if _within(n.meta["module"], path)]
-    inside = [n for n in inside if ops is None or op_name(n) in ops]
+    inside = [n for n in inside if only is None or only(n)]
     node = next((n for n in inside if _origins(whole, n)), (inside or whole.trace.ops())[0])
     return Finding(node, Conflict(code, message, help=help), _origins(whole, node))
 

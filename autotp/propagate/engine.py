@@ -19,23 +19,32 @@ from autotp.match import Matches, Placed
 from autotp.placement import INVARIANT, Layout, Partial, Shard
 from autotp.propagate.call import Call, Conflict, Value
 from autotp.propagate.contract import CONTRACTIONS
-from autotp.propagate.pointwise import ELEMENTWISE, elementwise
+from autotp.propagate.convolution import CONVOLUTIONS
+from autotp.propagate.creation import CREATION
+from autotp.propagate.experts import EXPERTS
+from autotp.propagate.indexing import INDEXING
+from autotp.propagate.moving import MOVING
+from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.reductions import REDUCTIONS
 from autotp.propagate.shapes import SHAPES
+from autotp.propagate.splitting import SPLITTING
 from autotp.trace.recorder import Trace, Val
 
-__all__ = ["Finding", "Propagation", "op_name", "propagate"]
+__all__ = ["Finding", "Propagation", "arguments_of", "draws", "op_name", "propagate"]
 
 Rule = Callable[[Call], Layout | list[Layout]]
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **POINTWISE,
     **SHAPES,
+    **SPLITTING,
+    **MOVING,
     **CONTRACTIONS,
+    **CONVOLUTIONS,
+    **EXPERTS,
     **REDUCTIONS,
+    **INDEXING,
+    **CREATION,
 }
-RANDOM = frozenset(
-    ["dropout", "native_dropout", "feature_dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like"]
-)
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,29 @@ def op_name(node: fx.Node) -> str:
     if space != "aten":
         return str(schema.name)
     return str(name[:-1] if name.endswith("_") and not name.endswith("__") else name)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op call draws random numbers: not the dropout of an eval forward, or of rate 0."""
+    named = arguments_of(node)
+    if op_name(node) == "scaled_dot_product_attention":
+        return bool(named["dropout_p"])
+    if "p" in named and "train" in named:
+        return bool(named["train"] and named["p"])
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by the names of the op's schema, with the schema's defaults."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(position): value for position, value in enumerate(node.args)} | dict(node.kwargs)
+    given = dict(zip((p.name for p in schema.arguments), node.args, strict=False)) | node.kwargs
+    named = {}
+    for parameter in schema.arguments:
+        if parameter.name in given or parameter.has_default_value():
+            named[parameter.name] = given.get(parameter.name, parameter.default_value)
+    return named
 
 
 def propagate(
@@ -228,16 +260,7 @@ class _Engine:
                 return [value(a) for a in argument]
             return argument
 
-        arguments: dict[str, Any] = {}
-        schema = getattr(node.target, "_schema", None)
-        names = [a.name for a in schema.arguments] if schema is not None else []
-        for position, argument in enumerate(node.args):
-            arguments[names[position] if position < len(names) else str(position)] = value(argument)
-        for name, argument in node.kwargs.items():
-            arguments[name] = value(argument)
-        for argument in schema.arguments if schema is not None else ():
-            if argument.name not in arguments and argument.has_default_value():
-                arguments[argument.name] = argument.default_value
+        arguments = {name: value(argument) for name, argument in arguments_of(node).items()}
         vals = node.meta["val"]
         results = tuple(
             v.shape if v is not None else () for v in (vals if isinstance(vals, list) else [vals])
@@ -269,12 +292,8 @@ class _Engine:
                 )
 
     def _random(self, call: Call, layout: Layout) -> None:
-        """Random numbers on a shard must differ from rank to rank, on a sum be the same for every part."""
-        attention = call.name == "scaled_dot_product_attention" and bool(call["dropout_p"])
-        active = attention or (
-            call.name in RANDOM and (call.name != "dropout" or (call["train"] and call["p"]))
-        )
-        if active:
+        """Random numbers on a shard must differ from rank to rank, on whole values be the same."""
+        if draws(call.node):
             found = self.result.random if isinstance(layout, Shard) else self.result.random_whole
             found.add(call.node.meta["module"])
 

@@ -1,0 +1,135 @@
+"""verify: right plans are exact, and faults put in on purpose are found."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp import mappings
+from tests import models
+
+PLAN = {"fc1": "column", "fc2": "row"}
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("factory", "plan", "tolerance"),
+    [
+        (models.MLP, PLAN, 1e-10),
+        (models.Twice, PLAN, 1e-10),
+        (models.FusedGate, {"gate_up": {"style": "column", "sections": 2}, "down": "row"}, 1e-10),
+        (models.bert, "bert", 1e-10),
+        (models.llama, "llama", 1e-5),  # its norms compute in float32
+    ],
+)
+def test_right_plans_are_exact(factory, plan, tolerance, tp):
+    result = autotp.verify(factory(), plan, tp=tp)
+    assert result.ok and result.state_dict_equal
+    assert result.max_output_diff <= tolerance and result.max_grad_diff <= tolerance
+    assert len(result.collectives) == tp
+
+
+def test_the_model_is_untouched():
+    model = models.MLP().to(torch.float32).train()
+    before = copy.deepcopy(model.state_dict())
+    autotp.verify(model, PLAN, tp=2)
+    assert model.training and type(model.fc1) is nn.Linear
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
+
+
+def test_collectives_are_counted_per_rank_and_phase():
+    result = autotp.verify(models.MLP(), PLAN, tp=2)
+    assert result.collectives == ({"forward": {"all-reduce": 1}, "backward": {"all-reduce": 1}},) * 2
+    analysis = autotp.analyze(models.MLP(), PLAN, tp=2)
+    assert [(c.mapping, c.module, c.direction, c.calls) for c in analysis.collectives] == [
+        ("copy", "fc1", "backward", 1),
+        ("reduce", "fc2", "forward", 1),
+    ]
+
+
+def test_counted_collectives_are_those_of_the_analysis():
+    for factory, plan in ((models.llama, "llama"), (models.bert, "bert"), (models.Twice, PLAN)):
+        analysis = autotp.analyze(factory(), plan, tp=2)
+        counted = autotp.verify(factory(), plan, tp=2).collectives[0]
+        for direction in ("forward", "backward"):
+            said: dict[str, int] = {}
+            for c in analysis.collectives:
+                if c.direction == direction:
+                    said[c.operation] = said.get(c.operation, 0) + c.calls
+            assert counted[direction] == said
+
+
+def test_zero_gradients_are_listed():
+    result = autotp.verify(models.bert(), "bert", tp=2)
+    assert result.zero_gradients == tuple(f"encoder.layer.{i}.attention.self.key.bias" for i in range(2))
+
+
+def test_own_weights_and_own_dtype():
+    model = models.randomised(models.MLP(), dtype=torch.float32)
+    result = autotp.verify(model, PLAN, tp=2, weights="own", dtype=None)
+    assert result.ok and result.tolerance == 1e-5
+    with pytest.raises(autotp.UsageError, match="or \"own\", not 'mine'"):
+        autotp.verify(model, PLAN, tp=2, weights="mine")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "what"), [("copy", "gradient"), ("reduce", "output")], ids=["no copy", "no reduce"]
+)
+def test_a_mapping_that_does_nothing_is_found(monkeypatch, mapping, what):
+    monkeypatch.setattr(mappings, mapping, lambda x, group=None: x)
+    result = autotp.verify(models.MLP(), PLAN, tp=2)
+    assert not result.ok and str(result).startswith("WRONG: ")
+    wrong, right = result.max_output_diff, result.max_grad_diff
+    if what == "gradient":
+        wrong, right = right, wrong
+    assert wrong > 1e-3 and right < 1e-12
+
+
+def test_a_bias_that_is_added_on_every_rank_is_found(monkeypatch):
+    from autotp.nn import RowParallelLinear
+
+    def forward(self, x):
+        return mappings.reduce(nn.functional.linear(x, self.weight, self.bias), self.group)
+
+    monkeypatch.setattr(RowParallelLinear, "forward", forward)
+    result = autotp.verify(models.MLP(), PLAN, tp=2)
+    assert not result.ok and result.max_output_diff > 1e-3
+
+
+def test_weights_cut_wrongly_are_found(monkeypatch):
+    from autotp.rewrite import apply
+
+    monkeypatch.setattr(apply, "take", lambda t, shard, rank: _shifted(t, shard, rank))
+    result = autotp.verify(models.MLP(hidden=32), PLAN, tp=2)
+    assert not result.ok and not result.state_dict_equal
+
+
+def _shifted(tensor, shard, rank):
+    from autotp.slicing import take
+
+    return take(tensor.roll(1, shard.dim), shard, rank)
+
+
+def test_a_model_that_refers_to_itself_through_a_closure_is_refused():
+    class Closed(models.MLP):
+        def __init__(self):
+            super().__init__()
+            self.run = lambda x: self.fc2(self.fc1(x))
+
+        def forward(self, x):
+            return self.run(x)
+
+    with pytest.raises(autotp.UsageError, match="a reference to a part of itself that deepcopy does not follow"):
+        autotp.verify(Closed(), PLAN, tp=2)
+
+
+def test_a_meta_model_is_refused():
+    with torch.device("meta"):
+        model = models.MLP()
+    with pytest.raises(autotp.UsageError, match="this one is on the meta device"):
+        autotp.verify(model, PLAN, tp=2)
