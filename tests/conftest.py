@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from autotp.comm import group_of, simulate
 from tests import ranks as workers
+
+collect_ignore = [] if importlib.util.find_spec("fairscale") else ["test_fairscale.py"]
 
 
 @pytest.fixture(scope="session")
