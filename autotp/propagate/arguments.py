@@ -84,10 +84,46 @@ def _bound(name: str) -> Callable[[Local, Any], Any]:
         assert isinstance(local.layout, Shard)
         size = local.source[dim]
         start, stop, _ = slice(local.arguments.get("start"), local.arguments.get("end"), 1).indices(size)
+        if name == "start" and (local.arguments.get("step") or 1) != 1:
+            return local.arguments.get("start")  # less than a step: every rank's part begins with a step
         want = _before(local.layout, size, start if name == "start" else stop, local.rank)
         here = local.layout.local_size(size, local.rank)
-        first, last, _ = slice(got if name == "start" else None, got if name == "end" else None, 1).indices(here)
+        first, last, _ = slice(got if name == "start" else None, got if name == "end" else None, 1).indices(
+            here
+        )
         return got if (first if name == "start" else last) == want else want
+
+    return expect
+
+
+def _split_places(local: Local, got: Any) -> Any:
+    """tensor_split's borders: the local elements before each."""
+    dim = local.sharded_dim()
+    indices = local.arguments.get("indices")
+    if dim is None or not isinstance(indices, list):
+        return indices
+    assert isinstance(local.layout, Shard)
+    return [_before(local.layout, local.source[dim], edge, local.rank) for edge in indices]
+
+
+def _output_size(local: Local, got: Any) -> Any:
+    """repeat_interleave's size of the dim, where it is given."""
+    dim = local.arguments.get("dim")
+    if local.arguments.get("output_size") is None:
+        return None
+    return local.results[0][0 if dim is None else normal_dim(dim, len(local.source))]
+
+
+def _groups(name: str, places: int) -> Callable[[Local, Any], Any]:
+    """Depthwise convolutions and group norms: as many groups as the rank's channels make."""
+
+    def expect(local: Local, got: Any) -> Any:
+        groups = local.arguments.get(name)
+        channels = len(local.source) - 1 - places if places else 1
+        if not isinstance(local.layout, Shard) or local.layout.dim != channels or groups == 1:
+            return groups
+        size = local.source[channels]
+        return groups * local.layout.local_size(size, local.rank) // size
 
     return expect
 
@@ -115,6 +151,14 @@ EXPECTED: dict[tuple[str, str], Callable[[Local, Any], Any]] = {
     ("split_with_sizes", "split_sizes"): _split_size,
     ("slice", "start"): _bound("start"),
     ("slice", "end"): _bound("end"),
+    **{(f"conv{places}d", "groups"): _groups("groups", places) for places in (1, 2, 3)},
+    ("group_norm", "num_groups"): _groups("num_groups", 0),
+    ("unsafe_split", "split_size"): _split_size,
+    ("unsafe_split_with_sizes", "split_sizes"): _split_size,
+    ("tensor_split", "indices"): _split_places,
+    ("repeat_interleave", "output_size"): _output_size,
+    ("narrow_copy", "start"): _narrow_start,
+    ("narrow_copy", "length"): _narrow_length,
     ("narrow", "start"): _narrow_start,
     ("narrow", "length"): _narrow_length,
 }

@@ -10,7 +10,7 @@ from torch import fx
 
 from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard, describe
 
-__all__ = ["Call", "Conflict", "Value", "held_twice", "needs_copy", "normal_dim", "not_partial", "over"]
+__all__ = ["Call", "Conflict", "Value", "counted_once", "held_twice", "needs_copy", "normal_dim", "not_partial", "over"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,19 @@ def held_twice(shard: Shard) -> bool:
     """
     deals = [shard.deal] if shard.sections is None else [dealt for _, dealt in shard.sections]
     return any(dealt is None or len(set(dealt.ranges)) < dealt.tp for dealt in deals)
+
+
+def counted_once(call: Call, value: Value) -> None:
+    """Raise if a sum over the sharded dim would count elements once for each of several ranks."""
+    assert value.shard is not None
+    if held_twice(value.shard):
+        raise Conflict(
+            "AT307",
+            f"{call.name} sums over a dim of which several ranks hold the same elements: "
+            "they would be counted more than once",
+            blame=(value,),
+            notes=(f"{value}",),
+        )
 
 
 def over(call: Call, value: Value, what: str = "") -> Conflict:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotp.placement import PARTIAL, REPLICATE, Layout
-from autotp.propagate.call import Call, Conflict, Value, held_twice, needs_copy, not_partial, over
+from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy, not_partial, over
 from autotp.propagate.pointwise import align
 
 __all__ = ["CONTRACTIONS", "product"]
@@ -48,7 +48,7 @@ def product(call: Call, operands: Sequence[Operand], result: Letters) -> Layout:
         raise over(call, first, "takes the diagonal")
     if letter in result:
         return first.shard.at(list(result).index(letter))
-    _summed(call, first)
+    counted_once(call, first)
     return PARTIAL
 
 
@@ -71,7 +71,9 @@ def _of_a_sum(call: Call, partial: Value, others: Sequence[Value]) -> Layout:
     return PARTIAL
 
 
-def _meets(call: Call, value: Value, letters: Letters, first: Value, letter: str | int, *, kept: bool) -> None:
+def _meets(
+    call: Call, value: Value, letters: Letters, first: Value, letter: str | int, *, kept: bool
+) -> None:
     """A whole operand beside a sharded one: it must not have the dim, and its gradient must be a part."""
     assert first.shard is not None
     for dim, name in enumerate(letters):
@@ -83,9 +85,7 @@ def _meets(call: Call, value: Value, letters: Letters, first: Value, letter: str
                 f"sharded in {first.name}"
             )
         else:
-            message = (
-                f"{call.name} sums over a dim that is sharded in {first.name} and whole in {value.name}"
-            )
+            message = f"{call.name} sums over a dim that is sharded in {first.name} and whole in {value.name}"
         raise Conflict("AT306", message, blame=(first,), notes=(f"{first}", f"{value}"))
     _free(call, value, first)
 
@@ -93,18 +93,6 @@ def _meets(call: Call, value: Value, letters: Letters, first: Value, letter: str
 def _free(call: Call, value: Value, other: Value) -> None:
     if value.grad and value.layout != REPLICATE and call.differentiable:
         raise needs_copy(call, value, other)
-
-
-def _summed(call: Call, value: Value) -> None:
-    assert value.shard is not None
-    if held_twice(value.shard):
-        raise Conflict(
-            "AT307",
-            f"{call.name} sums over a dim of which several ranks hold the same elements: "
-            "they would be counted more than once",
-            blame=(value,),
-            notes=(f"{value}",),
-        )
 
 
 def added(call: Call, layout: Layout, bias: Value | None, last: Value) -> Layout:
@@ -126,7 +114,9 @@ def added(call: Call, layout: Layout, bias: Value | None, last: Value) -> Layout
 # -- matmul and its kin
 
 
-def _sides(first: Value, second: Value, rank: int) -> tuple[list[str | int], list[str | int], list[str | int]]:
+def _sides(
+    first: Value, second: Value, rank: int
+) -> tuple[list[str | int], list[str | int], list[str | int]]:
     """The letters of a matmul's operands and result; a vector has only the summed dim."""
     batch = list(range(-rank, 0))
     left: list[str | int] = ["k"] if first.rank == 1 else [*_numbers(first), "m", "k"]
@@ -141,7 +131,9 @@ def _numbers(value: Value) -> list[str | int]:
 
 
 def _matmul(call: Call) -> Layout:
-    names = [n for n in ("self", "input", "other", "mat2", "tensor", "vec", "vec2") if isinstance(call[n], Value)]
+    names = [
+        n for n in ("self", "input", "other", "mat2", "tensor", "vec", "vec2") if isinstance(call[n], Value)
+    ]
     first, second = (call[n] for n in names[:2])
     left, right, result = _sides(first, second, len(call.shape))
     return product(call, [(first, left), (second, right)], result)
@@ -152,7 +144,9 @@ def _linear(call: Call) -> Layout:
     inner: list[str | int] = list(range(1 - value.rank, 0))
     wide: list[str | int] = ["n"] * (weight.rank > 1)
     if bias is not None and bias.whole and weight.shard is not None and wide and weight.shard.dim == 0:
-        raise Conflict("AT306", f"{call.name}: the bias {bias.name} is not cut like the weight", blame=(weight, bias))
+        raise Conflict(
+            "AT306", f"{call.name}: the bias {bias.name} is not cut like the weight", blame=(weight, bias)
+        )
     if bias is not None and value.whole and weight.whole:
         raise Conflict("AT307", f"{call.name}: the bias {bias.name} is cut, the result is not", blame=(bias,))
     found = product(call, [(value, [*inner, "k"]), (weight, [*wide, "k"])], [*inner, *wide])
@@ -187,7 +181,9 @@ def _einsum(call: Call) -> Layout:
     sides, _, result = equation.partition("->")
     if "->" not in equation:
         used = sides.replace(",", "").replace(".", "")
-        result = ("..." if "..." in sides else "") + "".join(c for c in sorted(set(used)) if used.count(c) == 1)
+        result = ("..." if "..." in sides else "") + "".join(
+            c for c in sorted(set(used)) if used.count(c) == 1
+        )
     operands = list(zip(call["tensors"], sides.split(","), strict=True))
     return product(
         call, [(v, _spelled(text, v.rank)) for v, text in operands], _spelled(result, len(call.shape))
@@ -203,7 +199,13 @@ def _spelled(text: str, rank: int) -> list[str | int]:
 
 def _tensordot(call: Call) -> Layout:
     first, second = call["self"], call["other"]
-    pairs = list(zip((d % first.rank for d in call["dims_self"]), (d % second.rank for d in call["dims_other"]), strict=True))
+    pairs = list(
+        zip(
+            (d % first.rank for d in call["dims_self"]),
+            (d % second.rank for d in call["dims_other"]),
+            strict=True,
+        )
+    )
     left = [f"a{d}" for d in range(first.rank)]
     matched = {other: f"a{mine}" for mine, other in pairs}
     right = [matched.get(d, f"b{d}") for d in range(second.rank)]
@@ -235,7 +237,9 @@ def _attention(call: Call) -> Layout:
         )
     if first.shard.dim >= first.rank - 2:
         raise over(call, first)
-    if whole and not (whole == [key, value] and all(v.shape[-3] == 1 and first.shard.dim == v.rank - 3 for v in whole)):
+    if whole and not (
+        whole == [key, value] and all(v.shape[-3] == 1 and first.shard.dim == v.rank - 3 for v in whole)
+    ):
         raise Conflict(
             "AT306",
             f"{call.name}: {first.name} holds its own part of dim {first.shard.dim} on each rank, "
@@ -252,7 +256,9 @@ def _masked(call: Call, first: Value, mask: Value) -> Layout:
     assert first.shard is not None
     dim = first.shard.dim - (first.rank - mask.rank)
     if mask.shard is not None and (mask.shard.dim != dim or not mask.shard.same_cut(first.shard)):
-        raise Conflict("AT307", f"{call.name}: the mask is cut differently from the query", blame=(mask, first))
+        raise Conflict(
+            "AT307", f"{call.name}: the mask is cut differently from the query", blame=(mask, first)
+        )
     if mask.whole:
         if dim >= 0 and mask.shape[dim] != 1:
             raise Conflict(

@@ -1,35 +1,16 @@
-"""Layout rules of ops that look along a dim: sums, means, softmax, norms, sorts, indexing."""
+"""Layout rules of ops that look along a dim: sums, means, softmax, sorts, norms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from autotp.placement import PARTIAL, Layout
-from autotp.propagate.call import Call, Conflict, Value, normal_dim
+from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy, normal_dim, not_partial, over
 from autotp.propagate.pointwise import align
 
 __all__ = ["REDUCTIONS"]
 
-
-def _over(call: Call, value: Value) -> Conflict:
-    assert value.shard is not None
-    return Conflict(
-        "AT303",
-        f"{call.name} over dim {value.shard.dim}, which is sharded: each rank has only its part",
-        blame=(value,),
-        notes=(f"{value}",),
-    )
-
-
-def _not_partial(call: Call) -> None:
-    for value in call.values:
-        if value.partial:
-            raise Conflict(
-                "AT310",
-                f"{call.name} of a sum whose parts are still on the ranks",
-                blame=(value,),
-                notes=(f"{value}",),
-            )
+_LINEAR = frozenset(["sum", "mean", "cumsum"])  # of a sum that is still to come: the sum of theirs
 
 
 def _dims(call: Call, value: Value) -> set[int]:
@@ -39,96 +20,122 @@ def _dims(call: Call, value: Value) -> set[int]:
     return {normal_dim(d, value.rank) for d in ([dims] if isinstance(dims, int) else dims)}
 
 
+def _still_a_sum(call: Call) -> bool:
+    dtype = call.node.meta["val"].dtype if call.name in _LINEAR else None
+    if dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+        not_partial(call)
+    return True
+
+
 def _reduce(call: Call) -> Layout | list[Layout]:
     value: Value = call["self"]
-    if value.partial:
-        if call.name in ("sum", "mean") and call.node.meta["val"].dtype.is_floating_point:
-            return PARTIAL
-        _not_partial(call)
+    if value.partial and _still_a_sum(call):
+        return PARTIAL
     if value.shard is None:
-        return value.layout
+        raise Conflict("AT304", f"{call.name} with a sharded argument", blame=tuple(call.sharded()))
     dims = _dims(call, value)
     if value.shard.dim in dims:
-        if call.name == "sum":
-            return PARTIAL
-        raise _over(call, value)
+        if call.name != "sum":
+            raise over(call, value)
+        counted_once(call, value)
+        return PARTIAL
     kept = value.shard
     if not call["keepdim"]:
         kept = kept.at(kept.dim - sum(d < kept.dim for d in dims))
-    return kept if len(call.results) == 1 else [kept] * len(call.results)
+    return [kept] * len(call.results)
 
 
 def _extremum(call: Call) -> Layout | list[Layout]:
     if isinstance(call["other"], Value):
-        _not_partial(call)
+        not_partial(call)
         return align(call, call.values, len(call.shape))
     return _reduce(call)
 
 
 def _along(call: Call) -> Layout | list[Layout]:
     """Ops that keep the shape and mix the elements of one dim (softmax, cumsum, sort)."""
-    _not_partial(call)
     value: Value = call["self"]
+    if value.partial and _still_a_sum(call):
+        return PARTIAL
     if value.shard is None:
         raise Conflict("AT304", f"{call.name} with a sharded argument", blame=tuple(call.sharded()))
     if value.shard.dim in (_dims(call, value) if call["dim"] is not None else {value.rank - 1}):
-        raise _over(call, value)
-    return value.shard if len(call.results) == 1 else [value.shard] * len(call.results)
+        raise over(call, value)
+    return [value.shard] * len(call.results)
 
 
 def _norm(call: Call) -> Layout:
-    _not_partial(call)
+    """Norms over the last dims, with a weight and a bias of those dims."""
+    not_partial(call)
     value: Value = call["input"]
     others = [v for v in call.values if v is not value]
     if value.shard is None:
-        raise Conflict("AT303", f"{call.name}: its weight is sharded, its input is whole", blame=tuple(call.sharded()))
+        raise Conflict(
+            "AT303", f"{call.name}: its weight is sharded, its input is whole", blame=tuple(call.sharded())
+        )
     if value.shard.dim >= value.rank - len(call["normalized_shape"]):
-        raise _over(call, value)
+        raise over(call, value)
     return align(call, (value, *others), len(call.shape))
 
 
-def _index(call: Call) -> Layout:
-    value: Value = call["self"]
-    indices = call["indices"]
-    if any(isinstance(i, Value) and not i.whole for i in indices):
-        raise Conflict("AT304", f"{call.name} with sharded indices", blame=tuple(call.sharded()))
-    if value.shard is None:
-        return value.layout
-    if value.shard.dim < len(indices) and indices[value.shard.dim] is not None:
-        raise _over(call, value)
-    indexed = [d for d, i in enumerate(indices) if i is not None]
-    if indexed != list(range(indexed[0], indexed[-1] + 1)):
-        raise Conflict("AT304", f"{call.name} on dims that are not neighbours, of a sharded value", blame=(value,))
-    if any(isinstance(i, Value) and i.mask for i in indices):
-        raise Conflict("AT304", f"{call.name} by a mask, of a sharded value", blame=(value,))
-    if value.shard.dim < indexed[0]:
-        return value.shard
-    wide = max(i.rank for i in indices if isinstance(i, Value))
-    return value.shard.at(value.shard.dim - len(indexed) + wide)
+def _channel_norm(call: Call) -> Layout:
+    """Norms of dim 1, channel by channel or group by group: whole groups may be dealt, the weights alike."""
+    not_partial(call)
+    value: Value = call["input"]
+    weights = [v for v in call.values if v is not value]
+    if value.shard is None or value.shard.dim > 1 or (value.shard.dim == 0 and call.name == "batch_norm"):
+        raise over(call, next(call.sharded()))
+    if value.shard.dim == 0:
+        return _of_samples(call, value, weights)
+    groups = call["num_groups"] or value.shape[1]
+    if value.shard.sections is not None or not value.shard.fits(groups):
+        raise over(call, value, "takes the statistics of whole groups")
+    for weight in weights:
+        if weight.shard is None or not weight.shard.same_cut(value.shard):
+            raise Conflict(
+                "AT306",
+                f"{call.name}: {weight.name} is not cut like the channels of {value.name}",
+                blame=(value,),
+                notes=(f"{value}", f"{weight}"),
+            )
+    return value.shard
 
 
-def _gather(call: Call) -> Layout:
-    _not_partial(call)
-    value: Value = call["self"]
-    if value.shard is not None and normal_dim(call["dim"], value.rank) == value.shard.dim:
-        raise _over(call, value)
-    return align(call, call.values, len(call.shape))
+def _of_samples(call: Call, value: Value, weights: list[Value]) -> Layout:
+    assert value.shard is not None
+    for weight in weights:
+        if not weight.whole:
+            raise Conflict(
+                "AT307", f"{call.name}: {weight.name} is cut, the channels of {value.name} are not", blame=(weight,)
+            )
+        if weight.grad and weight.layout != value.layout and call.differentiable:
+            raise needs_copy(call, weight, value)
+    return value.shard
+
+
+def _everything(call: Call) -> Layout:
+    """Counts over all elements."""
+    not_partial(call)
+    raise over(call, next(call.sharded()))
 
 
 Rule = Callable[[Call], Layout | list[Layout]]
+# fmt: off
 REDUCTIONS: dict[str, Rule] = {
     **dict.fromkeys(
-        "sum mean prod var std amax amin logsumexp norm linalg_vector_norm all any argmax argmin".split(),
+        ["sum", "mean", "prod", "var", "std", "var_mean", "std_mean", "amax", "amin", "aminmax", "nansum",
+         "nanmean", "logsumexp", "norm", "linalg_vector_norm", "all", "any", "argmax", "argmin", "median",
+         "nanmedian", "mode", "kthvalue", "count_nonzero"],
         _reduce,
     ),
     **dict.fromkeys(["max", "min"], _extremum),
     **dict.fromkeys(
-        """softmax _softmax log_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin sort argsort
-        topk""".split(),
+        ["softmax", "_softmax", "log_softmax", "_log_softmax", "softmin", "cumsum", "cumprod",
+         "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk"],
         _along,
     ),
     **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
-    "index": _index,
-    "gather": _gather,
-    "take_along_dim": _gather,
+    **dict.fromkeys(["group_norm", "batch_norm", "instance_norm"], _channel_norm),
+    **dict.fromkeys(["histc", "bincount", "unique", "_unique2", "nonzero"], _everything),
 }
+# fmt: on
