@@ -6,6 +6,7 @@ Bytes are exact, for uneven layouts too, and a tied tensor counts once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -28,6 +29,7 @@ __all__ = [
     "collectives_of",
     "cost_findings",
     "expected_collectives",
+    "held_bytes",
     "left_whole",
     "rank_bytes",
     "sharded_fraction",
@@ -109,18 +111,19 @@ def _own(inventory: Inventory) -> Iterator[TensorInfo]:
 
 def rank_bytes(inventory: Inventory, layouts: Mapping[str, Shard], tp: int) -> tuple[int, ...]:
     """The bytes of parameters and buffers that each rank holds, exactly."""
+    return held_bytes(_own(inventory), layouts, tp)
+
+
+def held_bytes(tensors: Iterable[TensorInfo], layouts: Mapping[str, Shard], tp: int) -> tuple[int, ...]:
+    """The bytes that each rank holds of some tensors; equal tensors are worked out once."""
+    number = Counter((tensor.shape, tensor.nbytes, layouts.get(tensor.name)) for tensor in tensors)
     held = [0] * tp
-    for tensor in _own(inventory):
-        shard = layouts.get(tensor.name)
+    for (shape, nbytes, shard), times in number.items():
+        size = 0 if shard is None else shape[shard.dim]
         for rank in range(tp):
-            held[rank] += tensor.nbytes if shard is None else local_bytes(tensor, shard, rank)
+            local = nbytes * shard.local_size(size, rank) // size if shard is not None and size else nbytes
+            held[rank] += times * local
     return tuple(held)
-
-
-def local_bytes(tensor: TensorInfo, shard: Shard, rank: int) -> int:
-    """The bytes of `rank`'s part of one tensor."""
-    size = tensor.shape[shard.dim]
-    return tensor.nbytes * shard.local_size(size, rank) // size if size else 0
 
 
 def sharded_fraction(inventory: Inventory, layouts: Mapping[str, Shard]) -> float:

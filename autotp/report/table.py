@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotp.analysis import LAYOUTS, Analysis
-from autotp.cost import Collective, collapsed, local_bytes
+from autotp.cost import Collective, collapsed, held_bytes
 from autotp.inventory import TensorInfo
 from autotp.pattern import matches
 from autotp.report.words import bytes_words, findings_words, shard_words
@@ -154,11 +154,7 @@ def _words(analysis: Analysis, placed: Placed, tensor: TensorInfo, names: Mappin
 
 def _held(analysis: Analysis, members: Iterable[TensorInfo]) -> str:
     """The bytes that a rank holds of some tensors: one figure, or the range over the ranks."""
-    held = [0] * analysis.tp
-    for tensor in members:
-        shard = analysis.layouts.get(tensor.name)
-        for rank in range(analysis.tp):
-            held[rank] += tensor.nbytes if shard is None else local_bytes(tensor, shard, rank)
+    held = held_bytes(members, analysis.layouts, analysis.tp)
     least, most = bytes_words(min(held)), bytes_words(max(held))
     figure, unit = least.split()
     return most if least == most else f"{figure if most.endswith(f' {unit}') else least} - {most}"
