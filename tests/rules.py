@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,12 +33,37 @@ from autotp.placement import (
 )
 from autotp.plan import Plan
 from autotp.propagate.arguments import Local, expected, local_shape
+from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Propagation, _Engine, op_name
 from autotp.trace.recorder import Val, record
 
-__all__ = ["Placed", "Tally", "check", "cuts", "placements", "tensor", "whole"]
+__all__ = ["Case", "Placed", "Tally", "cut", "cuts", "hold", "placements", "tensor"]
 
 Placed = tuple[Layout, bool]  # a layout, and whether a gradient flows
+Choices = Callable[[int], Sequence[Sequence[Placed]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A function of tensors to try.
+
+    `few` limits the cuts of each dim, `choices(tp)` gives the placements of each input instead. `takes`
+    are layouts at tp 2 that must be accepted; `never` says that nothing but whole values may be.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    few: int = 9
+    choices: Choices | None = None
+    tps: tuple[int, ...] = (2, 3)
+    tolerance: float = 1e-10
+    takes: tuple[tuple[Layout, ...], ...] = ()
+    never: bool = False
+
+    @cached_property
+    def recorded(self) -> _Recorded:
+        """The recorded ops, and the whole run."""
+        return _Recorded(self.function, self.inputs, self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -79,45 +105,45 @@ def cuts(dim: int, size: int, tp: int) -> Iterator[Shard]:
             yield Shard(dim, sections=((first, deal(tp, tp)), (rest, deal(rest, tp))))
 
 
-def placements(value: torch.Tensor, tp: int, *, grad: bool = True) -> list[Placed]:
+def placements(value: torch.Tensor, tp: int, *, few: int = 9) -> list[Placed]:
     """Every layout of a tensor that a test tries."""
     differentiable = value.is_floating_point() or value.is_complex()
-    shards = [s for dim, size in enumerate(value.shape) for s in cuts(dim, size, tp)]
+    shards = [s for dim, size in enumerate(value.shape) for s in _some(list(cuts(dim, size, tp)), few)]
     if not differentiable:
         return [(INVARIANT, False), *((s, False) for s in shards)]
     found: list[Placed] = [(INVARIANT, True), (INVARIANT, False), (REPLICATE, True), (PARTIAL, True)]
-    return [*found, *((s, True) for s in shards)] if grad else [(INVARIANT, False), (PARTIAL, False)]
+    return [*found, *((s, True) for s in shards)]
 
 
-def whole(*, grad: bool = False) -> list[Placed]:
-    """The one placement of an input that a test leaves whole."""
-    return [(INVARIANT, grad)]
+def _some(shards: list[Shard], few: int) -> list[Shard]:
+    """The first, and the last: a plain deal and one with sections."""
+    return shards if len(shards) <= few else [*shards[: few - 1], shards[-1]]
 
 
-def check(
-    function: Callable[..., Any],
-    *inputs: Any,
-    tps: Sequence[int] = (2, 3),
-    choices: Callable[[int], Sequence[Sequence[Placed]]] | None = None,
-    tolerance: float = 1e-10,
-) -> Tally:
-    """Try `function` on every combination of layouts of its tensors; assert each accepted one exact."""
-    case = _Case(function, inputs, tolerance)
+def cut(dim: int, units: int = 2, *, tp: int = 2, groups: int = 1) -> Shard:
+    """A shard of a dim."""
+    return Shard(dim, deal(units, tp), groups)
+
+
+def hold(case: Case) -> Tally:
+    """Try a case on every combination of layouts; each accepted one must be exact."""
     accepted = refused = 0
     taken: set[tuple[Layout, ...]] = set()
-    for tp in tps:
-        per_input = choices(tp) if choices else [placements(t, tp) for t in case.tensors]
+    for tp in case.tps:
+        tensors = case.recorded.tensors
+        per_input = case.choices(tp) if case.choices else [placements(t, tp, few=case.few) for t in tensors]
         for combination in itertools.product(*per_input):
-            if all(isinstance(layout, (Invariant, Replicate)) for layout, _ in combination):
-                interesting = False
-            else:
-                interesting = True
-            if case.run(combination, tp):
-                accepted += interesting
-                taken.add(tuple(layout for layout, _ in combination))
-            else:
-                refused += interesting
-    return Tally(accepted, refused, frozenset(taken))
+            layouts = tuple(layout for layout, _ in combination)
+            went = case.recorded.run(combination, tp)
+            if any(isinstance(layout, (Partial, Shard)) for layout in layouts):
+                accepted, refused = accepted + went, refused + (not went)
+            if went:
+                taken.add(layouts)
+    tally = Tally(accepted, refused, frozenset(taken))
+    assert (accepted == 0) if case.never else accepted, f"{tally.accepted} accepted, {tally.refused} refused"
+    missing = [layouts for layouts in case.takes if layouts not in taken]
+    assert not missing, f"refused: {[[str(x) for x in layouts] for layouts in missing]}"
+    return tally
 
 
 _PLAN = Plan(rules={"fc1": "column"})  # an engine wants one; its layers are not in these graphs
@@ -132,7 +158,7 @@ class _Module(nn.Module):
         return self.function(*inputs)
 
 
-class _Case:
+class _Recorded:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], tolerance: float) -> None:
         self.inputs, self.tolerance = inputs, tolerance
         self.tensors = [t for t in inputs if isinstance(t, torch.Tensor)]
@@ -156,18 +182,19 @@ class _Case:
                 needs[node] = bool(flows)
             node.meta["val"] = _with_grad(val, needs.get(node, False))
         result = Propagation(self.trace, Matches(tp, _PLAN, {}, {}, ()), {}, {})
-        engine = _Engine(result)
+        engine = _Engine(result, {})
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
                 engine._set(node, [combination[self.places.index(node)][0]])
+            elif node.target is operator.getitem:
+                engine._set(node, [result.layouts[node.args[0]][node.args[1]]])
             elif node.op == "call_function":
-                engine._guarded(node)
-        for finding in result.findings:
-            assert "Error" not in "".join(finding.conflict.notes), (
-                finding.conflict.message,
-                finding.conflict.notes,
-            )
-        return None if result.findings else result
+                try:
+                    layouts, computed = engine._call(node)
+                except Conflict:
+                    return None
+                engine._set(node, layouts, op=computed)
+        return result
 
     def run(self, combination: Sequence[Placed], tp: int) -> bool:
         result = self.layouts(combination, tp)
@@ -244,6 +271,8 @@ class _Case:
         if not want.is_floating_point() and not want.is_complex():
             assert torch.equal(got, want), f"{said}: {got} instead of {want}"
         else:
+            assert torch.equal(got.isnan(), want.isnan()), f"{said}: not a number elsewhere"
+            got, want = got.nan_to_num(), want.nan_to_num()
             far = (got - want).abs().max().item() if want.numel() else 0.0
             assert far <= self.tolerance * max(1.0, want.abs().max().item() if want.numel() else 1.0), (
                 f"{said}: off by {far:.2e}"

@@ -30,4 +30,4 @@ def _grouped(call: Call) -> Layout:
     return product(call, [(rows, "sk"), (weight, "ekn")], "sn")
 
 
-EXPERTS = dict.fromkeys(["_grouped_mm", "grouped_mm", "transformers::grouped_mm_fallback"], _grouped)
+EXPERTS = dict.fromkeys(["_grouped_mm", "transformers::grouped_mm_fallback"], _grouped)

@@ -11,7 +11,7 @@ __all__ = ["POINTWISE", "align", "elementwise", "expand_as"]
 
 # fmt: off
 _ONE = [
-    "abs", "absolute", "acos", "acosh", "alias", "angle", "arccos", "arcsin", "arctan", "asin", "asinh",
+    "abs", "absolute", "acos", "acosh", "alias", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh", "asin", "asinh",
     "atan", "atanh", "bitwise_not", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone",
     "conj", "_conj", "conj_physical", "contiguous", "cos", "cosh", "deg2rad", "detach", "dropout", "elu",
     "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fill", "floor", "frac", "gelu", "hardshrink",
@@ -19,8 +19,8 @@ _ONE = [
     "isreal", "leaky_relu", "lift_fresh", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_not",
     "logit", "mish", "nan_to_num", "neg", "negative", "positive", "rad2deg", "real", "reciprocal", "relu",
     "relu6", "requires_grad", "resolve_conj", "resolve_neg", "round", "rsqrt", "selu", "sgn", "sigmoid",
-    "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt", "square",
-    "tan", "tanh", "tanhshrink", "threshold", "to", "_to_copy", "trunc", "type_as", "zero",
+    "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sqrt", "square",
+    "tan", "tanh", "threshold", "to", "_to_copy", "trunc", "type_as", "zero",
 ]
 _MORE = [
     "add", "addcdiv", "addcmul", "__and__", "arctan2", "atan2", "bitwise_and", "bitwise_left_shift",

@@ -130,12 +130,12 @@ REDUCTIONS: dict[str, Rule] = {
     ),
     **dict.fromkeys(["max", "min"], _extremum),
     **dict.fromkeys(
-        ["softmax", "_softmax", "log_softmax", "_log_softmax", "softmin", "cumsum", "cumprod",
+        ["softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod",
          "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk"],
         _along,
     ),
     **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
     **dict.fromkeys(["group_norm", "batch_norm", "instance_norm"], _channel_norm),
-    **dict.fromkeys(["histc", "bincount", "unique", "_unique2", "nonzero"], _everything),
+    **dict.fromkeys(["histc", "bincount", "_unique2", "nonzero"], _everything),
 }
 # fmt: on

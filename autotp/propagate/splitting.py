@@ -186,7 +186,7 @@ def _in_a_row(call: Call, dim: int, values: Sequence[Value], first: Value) -> La
 
 def _cat(call: Call) -> Layout:
     # The legacy empty tensor of a cache's first step joins anything.
-    values = [v for v in call["tensors"] if v.shape != (0,)]
+    values = [v for v in call["tensors"] if v.shape != (0,) or not v.whole]
     return _joined(call, normal_dim(call["dim"] or 0, len(call.shape)), values, new=False)
 
 
