@@ -24,6 +24,7 @@ from autotp.placement import Shard
 if TYPE_CHECKING:
     from autotp.match import Matches
     from autotp.plan import Plan
+    from autotp.propagate.reads import Read
 
 __all__ = ["LAYOUTS", "NAMES_AND_SHAPES", "Analysis", "Collective"]
 
@@ -45,6 +46,7 @@ class Analysis:
     - `collectives`  what runs in one forward and one backward pass
     - `modes`        the paths that were proven, such as "eval" and "train"
     - `random`       the modules that draw random numbers on shards, on each rank from its own stream
+    - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `edits`        call-site edits as a diff
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
@@ -59,6 +61,7 @@ class Analysis:
     collectives: tuple[Collective, ...] = ()
     modes: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+    reads: tuple[Read, ...] = ()
     edits: str = ""
     plan_name: str = ""
 

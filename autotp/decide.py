@@ -78,6 +78,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         collectives=tuple(_collectives(analysis.matches, proof)) if proven else analysis.collectives,
         modes=tuple(proof.modes),
         random=tuple(sorted(proof.random)),
+        reads=tuple(proof.reads.values()) if proven else (),
     )
 
 
@@ -94,6 +95,10 @@ def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
         }[placed.style]
         for mapping in mappings:
             found += collectives_of(mapping, placed.path, calls=proof.calls.get(placed.path, 1))
+    for read in proof.reads.values():
+        owner = read.name.rpartition(".")[0]
+        if read.copied:
+            found += collectives_of("copy", owner, calls=proof.calls.get(owner, 1))
     return found
 
 

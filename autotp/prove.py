@@ -21,26 +21,30 @@ from autotp.placement import Shard
 from autotp.propagate import dual
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Finding, Propagation, draws, propagate
+from autotp.propagate.reads import Read
 from autotp.trace.inputs import Samples
-from autotp.trace.recorder import TraceError, record
+from autotp.trace.recorder import Trace, TraceError, record
 
 __all__ = ["MODES", "Proof", "prove"]
 
 # name -> (gradients are recorded, module.training)
 MODES: dict[str, tuple[bool, bool]] = {
-    "inference": (False, False),
     "eval": (True, False),
     "train": (True, True),
+    "inference": (False, False),
 }
+
+ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for what was seen
 
 
 @dataclass
 class Proof:
     """What the traces showed. `cuts` is how each tensor is cut, by its first name; `calls` how often each
     layer runs; `copied` the column layers whose input needs its gradient summed; `random` the modules that
-    draw random numbers on a shard."""
+    draw random numbers on a shard; `reads` the whole tensors that are transformed where they are read."""
 
     cuts: dict[str, Shard]
+    reads: dict[str, Read] = field(default_factory=dict)
     diagnostics: list[Diagnostic] = field(default_factory=list)
     modes: list[str] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -53,74 +57,93 @@ def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Sa
 
     Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
-    first = dict(inventory.aliases)
-    # On one rank nothing is cut, and the traces only show that the model runs.
-    cuts = matches.layouts if matches.tp > 1 else {}
-    proof = Proof({first.get(n, n): cut for n, cut in cuts.items()})
-    shapes = {n: t.shape for n, t in inventory.tensors().items()}
-    settled: dict[str, Shard] = {}
-    reached: set[str] = set()
-    for mode, (grad, training) in MODES.items():
-        with _training(module, training):
-            try:
-                trace = record(module, samples.args, samples.kwargs, grad=grad)
-            except TraceError as error:
-                proof.diagnostics.append(_untraceable(error, mode, samples, warning=bool(proof.modes)))
-                if not proof.modes:
-                    return proof
-                continue
-            whole = propagate(trace, matches, proof.cuts, first)
-            reached |= whole.reached if cuts else trace.calls.keys()
-            _random(whole)
-            if not whole.findings and cuts:
-                whole.findings += _ranks(module, matches, whole, samples, shapes, first, grad)
-            if not whole.findings:
-                whole.findings += _resettled(settled, whole)
-        if whole.findings:
-            proof.diagnostics += diagnose(whole)
-            return proof
-        settled = proof.cuts = whole.cuts
+    return _Prover(module, matches, inventory, samples).run()
+
+
+class _Prover:
+    def __init__(self, module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples) -> None:
+        self.module, self.matches, self.samples = module, matches, samples
+        self.first = dict(inventory.aliases)
+        tensors = inventory.tensors()
+        self.shapes = {n: t.shape for n, t in tensors.items()}
+        self.kinds = {t.name: m.kind for m in inventory.modules.values() for t in m.tensors.values()}
+        # On one rank nothing is cut, and the traces only show that the model runs.
+        cuts = matches.layouts if matches.tp > 1 else {}
+        self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
+        self.reached: set[str] = set()
+
+    def run(self) -> Proof:
+        traces: dict[str, Trace] = {}
+        for mode, (grad, training) in MODES.items():
+            with _training(self.module, training):
+                try:
+                    traces[mode] = record(self.module, self.samples.args, self.samples.kwargs, grad=grad)
+                except TraceError as error:
+                    warning = mode != next(iter(MODES))
+                    self.proof.diagnostics.append(_untraceable(error, mode, self.samples, warning=warning))
+                    if not warning:
+                        return self.proof
+        propagated = self._propagated(traces)
+        for mode, whole in propagated.items():
+            if not whole.findings and whole.cuts:
+                with _training(self.module, MODES[mode][1]):
+                    whole.findings += self._ranks(whole, MODES[mode][0])
+            if whole.findings:
+                self.proof.diagnostics += diagnose(whole)
+                return self.proof
+            self._keep(mode, whole)
+        self.proof.diagnostics += _unreached(self.matches, self.reached)
+        return self.proof
+
+    def _propagated(self, traces: Mapping[str, Trace]) -> dict[str, Propagation]:
+        """Every mode's layouts, with the same cuts and reads in all of them."""
+        for _ in range(ROUNDS):
+            cuts, reads = dict(self.proof.cuts), dict(self.proof.reads)
+            found: dict[str, Propagation] = {}
+            for mode, trace in traces.items():
+                whole = propagate(
+                    trace,
+                    self.matches,
+                    self.proof.cuts,
+                    aliases=self.first,
+                    kinds=self.kinds,
+                    reads=self.proof.reads,
+                )
+                _random(whole)
+                found[mode] = whole
+                if whole.findings:
+                    return {mode: whole}
+                self.proof.cuts, self.proof.reads = whole.cuts, whole.reads
+            if cuts == self.proof.cuts and reads == self.proof.reads:
+                return found
+        changing = next(n for n, cut in self.proof.cuts.items() if cuts[n] != cut)
+        message = f"{changing} would have to be cut differently in two modes of the model"
+        whole.findings.append(dual.finding_at(whole, changing, "AT307", message))
+        return {mode: whole}
+
+    def _keep(self, mode: str, whole: Propagation) -> None:
+        proof = self.proof
         proof.modes.append(mode)
-        proof.calls.update({k: max(v, proof.calls.get(k, 0)) for k, v in trace.calls.items()})
+        calls = whole.trace.calls
+        proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
         proof.copied |= whole.copied
         proof.random |= whole.random
-    proof.diagnostics += _unreached(matches, reached)
-    return proof
+        self.reached |= whole.reached if whole.cuts else calls.keys()
 
-
-def _ranks(
-    module: nn.Module,
-    matches: Matches,
-    whole: Propagation,
-    samples: Samples,
-    shapes: Mapping[str, tuple[int, ...]],
-    aliases: Mapping[str, str],
-    grad: bool,
-) -> list[Finding]:
-    placed = {p.path: p for p in matches.placed.values() if p.target == "module"}
-    for rank in dual.distinct_ranks(shapes, whole.cuts, matches.tp):
-        try:
-            local = dual.trace_rank(
-                module, samples.args, samples.kwargs,
-                grad=grad, shapes=shapes, cuts=whole.cuts, placed=placed, aliases=aliases, rank=rank,
-            )  # fmt: skip
-        except TraceError as error:
-            return [dual.failed(whole, error, rank)]
-        found = dual.compare(whole, local, rank)
-        if found is not None:
-            return [found]
-    return []
-
-
-def _resettled(before: Mapping[str, Shard], whole: Propagation) -> list[Finding]:
-    """A row layer that follows its input must follow it alike in every mode."""
-    return [
-        dual.finding_at(
-            whole, name, "AT307", f"{name} would have to be cut differently in two modes of the model"
-        )
-        for name, cut in before.items()
-        if whole.cuts[name] != cut
-    ]
+    def _ranks(self, whole: Propagation, grad: bool) -> list[Finding]:
+        placed = {p.path: p for p in self.matches.placed.values() if p.target == "module"}
+        for rank in dual.distinct_ranks(self.shapes, whole.cuts, self.matches.tp):
+            try:
+                local = dual.trace_rank(
+                    self.module, self.samples.args, self.samples.kwargs, grad=grad, shapes=self.shapes,
+                    cuts=whole.cuts, reads=whole.reads, placed=placed, aliases=self.first, rank=rank,
+                )  # fmt: skip
+            except TraceError as error:
+                return [dual.failed(whole, error, rank)]
+            found = dual.compare(whole, local, rank)
+            if found is not None:
+                return [found]
+        return []
 
 
 def _random(whole: Propagation) -> None:

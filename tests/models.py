@@ -110,6 +110,25 @@ class Learned(MLP):
         return self.fc2(F.gelu(self.fc1(x)) * self.scale)
 
 
+class LearnedBoth(Learned):
+    """The learned number on a whole value, too: then its gradient is no plain sum over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class PerFeature(MLP):
+    """A learned number for each hidden feature, and a table of them in a buffer, left whole by the plan."""
+
+    def __init__(self, features: int = 16, hidden: int = 33) -> None:
+        super().__init__(features, hidden)
+        self.scale = nn.Parameter(torch.ones(hidden))
+        self.register_buffer("offset", torch.linspace(0, 1, hidden), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)) * (1 + self.scale) + self.offset)
+
+
 class Twice(MLP):
     """The same layers run twice, with a residual in between."""
 

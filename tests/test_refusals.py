@@ -45,7 +45,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "opt": (models.Opt, 2),
     "size_in_the_numbers": (models.Scaled, 2),
     "functional": (models.Functional, 2),
-    "learned": (models.Learned, 2),
+    "learned": (models.LearnedBoth, 2),
     "mixed_dropout": (models.Mixed, 2),
     "unused": (models.Unused, 2),
     "in_place": (models.InPlace, 2),

@@ -20,6 +20,7 @@ from autotp.placement import Shard
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
+from autotp.propagate.reads import Read
 from autotp.trace.recorder import Trace, TraceError, Val, record
 
 __all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
@@ -44,6 +45,7 @@ def trace_rank(
     grad: bool,
     shapes: Mapping[str, tuple[int, ...]],
     cuts: Mapping[str, Shard],
+    reads: Mapping[str, Read],
     placed: Mapping[str, Placed],
     aliases: Mapping[str, str],
     rank: int,
@@ -70,7 +72,8 @@ def trace_rank(
         size = shapes[aliases.get(weight, weight)][cut.dim]
         return output.narrow(-1, 0, 1).expand(*output.shape[:-1], size).clone()
 
-    held = {name: cut.local_shape(shapes[name], rank) for name, cut in cuts.items()}
+    parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
+    held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
     return record(module, args, kwargs, grad=grad, shapes=held, before=before, after=after)
 
 

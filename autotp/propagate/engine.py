@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autotp.match import Matches, Placed
-from autotp.placement import INVARIANT, Layout, Partial, Shard
+from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard
 from autotp.propagate.call import Call, Conflict, Value
 from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.convolution import CONVOLUTIONS
@@ -25,6 +25,7 @@ from autotp.propagate.experts import EXPERTS
 from autotp.propagate.indexing import INDEXING
 from autotp.propagate.moving import MOVING
 from autotp.propagate.pointwise import POINTWISE
+from autotp.propagate.reads import Read, solve
 from autotp.propagate.reductions import REDUCTIONS
 from autotp.propagate.shapes import SHAPES
 from autotp.propagate.splitting import SPLITTING
@@ -47,6 +48,9 @@ RULES: dict[str, Rule] = {
 }
 
 
+_SOLVABLE = ("AT305", "AT306")  # a whole value meets a shard
+
+
 @dataclass(frozen=True)
 class Finding:
     """A conflict at a node, with the layers that its values come from."""
@@ -63,14 +67,17 @@ class Propagation:
     `layouts` holds what a node's value is for its readers, `computed` what the op itself gives on a rank
     (they differ where a layer gathers its output). A node that is in neither is unknown, because of a
     finding before it. `cuts` is how each tensor is cut, after row layers took the cut of their input.
-    `random` and `random_whole` are the modules that draw random numbers on a shard and on whole values,
-    `reached` the layers of the plan that ran, `copied` the column layers whose input has a gradient to sum.
+    `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
+    resolve a finding. `random` and `random_whole` are the modules that draw random numbers on a shard and on
+    whole values, `reached` the layers of the plan that ran, `copied` the column layers whose input has a gradient to sum.
     """
 
     trace: Trace
     matches: Matches
     cuts: dict[str, Shard]
     aliases: Mapping[str, str]
+    reads: dict[str, Read] = field(default_factory=dict)
+    wanted: list[Read] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -115,18 +122,34 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 def propagate(
-    trace: Trace, matches: Matches, cuts: Mapping[str, Shard], aliases: Mapping[str, str]
+    trace: Trace,
+    matches: Matches,
+    cuts: Mapping[str, Shard],
+    *,
+    aliases: Mapping[str, str],
+    kinds: Mapping[str, str],
+    reads: Mapping[str, Read],
 ) -> Propagation:
     """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
 
-    `aliases` maps each further name of a shared tensor to its first name, under which `cuts` holds it.
+    `aliases` maps each further name of a shared tensor to its first name, under which `cuts` holds it;
+    `kinds` maps a tensor to the kind of the module that owns it. Starts from the `reads` that are known,
+    and adds those that resolve a conflict.
     """
-    return _Engine(Propagation(trace, matches, dict(cuts), aliases)).run()
+    known = dict(reads)
+    while True:
+        result = _Engine(Propagation(trace, matches, dict(cuts), aliases, dict(known)), kinds).run()
+        new = {read.name: read for read in result.wanted if read.name not in known}
+        if not new:
+            return result
+        known |= new
 
 
 class _Engine:
-    def __init__(self, result: Propagation) -> None:
+    def __init__(self, result: Propagation, kinds: Mapping[str, str]) -> None:
         self.result = result
+        self.kinds = kinds
+        self.overrides: Mapping[fx.Node, Layout] = {}
         self.origins: dict[fx.Node, frozenset[str]] = {}
         self.aliases = result.aliases
         self.placed = {p.path: p for p in result.matches.placed.values() if p.target == "module"}
@@ -175,6 +198,9 @@ class _Engine:
         elif cut is not None:
             owners = [p.path for p in self.owners.get(name, ())] or [name]
             self._set(node, [cut], frozenset(owners))
+        elif name in self.result.reads:
+            read = self.result.reads[name]
+            self._set(node, [read.shard or (REPLICATE if read.copied else INVARIANT)])
         else:
             self._set(node, [INVARIANT])
 
@@ -195,6 +221,8 @@ class _Engine:
             self._set(node, layouts, frozenset() if whole else origins, op=computed)
         except Conflict as conflict:
             self._find(node, conflict, origins)
+            if conflict.code in _SOLVABLE:
+                self.result.wanted += solve(node, self.result.layouts, self._attempt, self.kinds)
         except Exception as error:
             unknown = Conflict(
                 "AT304",
@@ -226,10 +254,27 @@ class _Engine:
                 notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
                 help=(f"leave {owner.path} whole, or call the layer itself",),
             )
+        layouts = self._rule(call)
+        self._random(call, layouts[0])
+        self._written(call, layouts[0])
+        return layouts, layouts
+
+    def _attempt(self, node: fx.Node, overrides: Mapping[fx.Node, Layout]) -> list[Layout]:
+        """What the op's rule says when some of its inputs had other layouts."""
+        self.overrides = overrides
+        try:
+            return self._rule(self._bind(node))
+        except Conflict:
+            raise
+        except Exception as error:
+            raise Conflict("AT304", str(error)) from error
+        finally:
+            self.overrides = {}
+
+    def _rule(self, call: Call) -> list[Layout]:
         same = call.same_everywhere()
         if same is not None:
-            self._random(call, same)
-            return ([same] * len(call.results),) * 2
+            return [same] * len(call.results)
         self._whole_layer(call)
         rule = RULES.get(call.name)
         if rule is None:
@@ -241,10 +286,7 @@ class _Engine:
                 notes=(f"{value}",),
             )
         found = rule(call)
-        layouts = found if isinstance(found, list) else [found] * len(call.results)
-        self._random(call, layouts[0])
-        self._written(call, layouts[0])
-        return layouts, layouts
+        return found if isinstance(found, list) else [found] * len(call.results)
 
     def _bind(self, node: fx.Node) -> Call:
         """The call's arguments by the names of its schema, nodes replaced by values."""
@@ -272,7 +314,7 @@ class _Engine:
         return Value(
             node,
             val.shape,
-            self.result.layouts[node][0],
+            self.overrides.get(node, self.result.layouts[node][0]),
             grad,
             _spoken(node),
             self.origins[node],
