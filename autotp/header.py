@@ -163,6 +163,8 @@ def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
 
     try:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+        if b"\\ud" in text.lower() and not _encodable(table):
+            raise ValueError("half a surrogate pair in a string")
     except (ValueError, RecursionError) as error:
         reason = (
             "is nested too deeply" if isinstance(error, RecursionError) else f"is not sound JSON: {error}"
@@ -171,6 +173,15 @@ def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         _refuse(path, f"its {what} is not a JSON object")
     return table
+
+
+def _encodable(table: object) -> bool:
+    """Whether all its strings are Unicode: JSON can spell half a surrogate pair, which no file name can."""
+    try:
+        json.dumps(table, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _entry(path: Path, name: str, value: object, size: int, begin: int) -> Entry:
@@ -211,8 +222,8 @@ def _bad_name(name: str) -> str:
     """Why a tensor name is refused; empty when it is fine."""
     if not name:
         return "is empty"
-    if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in name):
-        return "holds a control character or half a surrogate pair"
+    if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in name):
+        return "holds a control character"
     if name[0] in "/\\" or ".." in name.replace("\\", "/").split("/"):
         return "is a path that could leave a folder"
     return ""

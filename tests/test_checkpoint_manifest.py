@@ -138,6 +138,9 @@ NO_DEAL = "tensor 'gate_up.weight': its deal does not give each unit to a rank"
         (change((*GATE, "deal", "ranges"), [[0, 1], [0, 1]]), NO_DEAL),
         (change((*GATE, "deal", "ranges"), [[0, 2], [1, 2]]), NO_DEAL),
         (change((*GATE, "deal", "ranges"), [[0, 1], [1]]), NO_DEAL),
+        (change((*GATE, "deal", "ranges"), [[0, 1], []]), NO_DEAL),
+        (change((*GATE, "deal", "ranges"), [[], []]), NO_DEAL),
+        (change((*GATE, "deal", "ranges"), [[-1, 1], [1, 2]]), NO_DEAL),
         (change((*GATE, "deal", "ranges"), [[0, 1], [1, 1], [1, 2]]), NO_DEAL),
         (change((*GATE, "deal", "ranges"), [[0, 1]]), NO_DEAL),
         (change((*GATE, "deal", "units"), 3), NO_DEAL),
@@ -180,7 +183,7 @@ def test_a_manifest_that_was_tampered_with(shards, edit, message):
     [
         ("{}", "its header does not begin with '{'"),
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', "has bytes that belong to no tensor: "),
-        ("\ud800", "its header does not begin with '{'"),
+        ("\ud800", "autotp.json: its content is not sound JSON: half a surrogate pair in a string"),
     ],
 )
 def test_a_header_that_was_tampered_with(shards, text, message):

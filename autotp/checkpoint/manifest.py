@@ -258,14 +258,11 @@ def _shard(path: Path, name: str, layout: _Layout, tp: int) -> Shard:
     """A layout out of its stored form; every unit must have a holder, whole or shared as one."""
 
     def dealt(deal: _Deal) -> Deal:
-        held = sorted({tuple(pair) for pair in deal.ranges})
-        edges = [0, *(pair[-1] for pair in held)] if all(len(pair) == 2 for pair in held) else []
-        if (
-            len(deal.ranges) != tp
-            or [pair[0] for pair in held] != edges[:-1]
-            or edges[-1:] != [deal.units]
-            or any(start >= stop for start, stop in held)
-        ):
+        pairs = len(deal.ranges) == tp and all(len(pair) == 2 for pair in deal.ranges)
+        held = sorted({(start, stop) for start, stop in deal.ranges}) if pairs else []
+        edges = [0, *(stop for _, stop in held)]
+        in_turn = [start for start, _ in held] == edges[:-1] and all(start < stop for start, stop in held)
+        if not held or not in_turn or edges[-1] != deal.units:
             _refuse(path, f"tensor {name!r}: its deal does not give each unit to a rank")
         return Deal(deal.units, tuple((start, stop) for start, stop in deal.ranges), declared=deal.declared)
 
