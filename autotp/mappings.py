@@ -39,6 +39,7 @@ __all__ = [
     "copy",
     "cut_of",
     "gather",
+    "owned",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -275,6 +276,15 @@ def _checked_dim(name: str, x: Tensor, dim: int | None, shard: Shard | None) -> 
 def _check_ranks(name: str, shard: Shard, group: Group) -> None:
     if shard.tp != group.size:
         raise UsageError(f"{name}: {shard} is for {shard.tp} ranks, the group has {group.size}")
+
+
+def owned(x: Tensor, group: Group, *, shard: Shard) -> Tensor:
+    """This rank's part `x` of a sharded value, with zeros for the elements that an earlier rank holds too.
+
+    For what counts every element of the whole once. No communication; without shared elements `x` itself.
+    """
+    cut = _local_cut("owned", x, group, None, shard)
+    return _without_others(contiguous_copy(x), group, cut) if cut.shared else x
 
 
 def copy(x: Tensor, group: Mesh = None) -> Tensor:
