@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from autotp.diagnostic import Diagnostic
 from autotp.inventory import Inventory, ModuleInfo
-from autotp.pattern import ANY, nearest, segments, shortest, strongest
+from autotp.pattern import ANY, general, nearest, segments, shortest, strongest
 from autotp.plan import Plan
+from autotp.planfault import with_line
 from autotp.units import Fault
 
 __all__ = ["Claims", "Found", "claim", "rule_at", "told", "undecided"]
 
+LISTED = 8  # names in one line of help
 MATRICES = ("linear", "conv1d", "embedding", "unknown")  # kinds whose weight a plan is about
 
 
@@ -72,9 +74,11 @@ def claim(plan: Plan, inventory: Inventory) -> Claims:
 def rule_at(plan: Plan, pattern: str) -> str:
     """A rule with its place, for the note of a finding about another rule."""
     span = plan.span(pattern)
-    if span is None:
-        return f"`{pattern}`: {plan.rules[pattern].to_data()}"
-    return f"`{pattern}` at {span}: `{span.text.strip()}`"
+    return (
+        f"`{pattern}`: {plan.rules[pattern].to_data()}"
+        if span is None
+        else f"`{pattern}` at {with_line(span)}"
+    )
 
 
 def _tie(plan: Plan, winners: tuple[str, ...], name: str, *, same: bool) -> Found:
@@ -103,7 +107,7 @@ def _holds_nothing(pattern: str, path: str, inventory: Inventory) -> Found:
     return Found(pattern, path, Fault("AT213", "a container has no tensors of its own", (), help))
 
 
-def _some(words: list[str], most: int = 8) -> str:
+def _some(words: list[str], most: int = LISTED) -> str:
     return ", ".join(words[:most]) + (", …" if len(words) > most else "")
 
 
@@ -148,7 +152,8 @@ def _matches_nothing(plan: Plan, inventory: Inventory) -> Diagnostic:
 def _layers(inventory: Inventory) -> tuple[str, ...]:
     """A help line with the names of layers that a plan could be about."""
     layers = [m.path for m in inventory.modules.values() if m.path and m.kind in MATRICES and _is_matrix(m)]
-    names = list(dict.fromkeys(shortest(path, inventory.modules) for path in layers[:500]))
+    alike = {general(path): path for path in reversed(layers)}
+    names = [shortest(path, inventory.modules) for path in [*reversed(alike.values())][: LISTED + 1]]
     return (f"its layers: {_some([f'`{name}`' for name in names])}",) if names else ()
 
 

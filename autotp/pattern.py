@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ANY", "fault", "literals", "matches", "nearest", "segments", "shortest", "strongest"]
+__all__ = ["ANY", "fault", "general", "literals", "matches", "nearest", "segments", "shortest", "strongest"]
 
 ANY = "*"
 LONGEST = 512  # characters; the longest parameter names of real models have about 100
@@ -31,6 +31,15 @@ def segments(name: str) -> tuple[str, ...]:
     ('layers', '*', 'fc1')
     """
     return tuple(name.split("."))
+
+
+def general(name: str) -> str:
+    """A name with its layer numbers as `*`.
+
+    >>> general("model.layers.0.mlp.fc1")
+    'model.layers.*.mlp.fc1'
+    """
+    return ".".join(ANY if part.isdigit() else part for part in segments(name))
 
 
 def literals(pattern: str) -> int:
@@ -112,9 +121,7 @@ def nearest(pattern: str, names: Iterable[str], *, count: int = 2) -> tuple[str,
     lengths = range(max(1, len(wanted) - 1), len(wanted) + 2)
     candidates: dict[str, None] = {}
     for name in names:
-        parts = segments(name)
-        if not numbered:
-            parts = tuple(ANY if part.isdigit() else part for part in parts)
+        parts = segments(name if numbered else general(name))
         for length in lengths:
             tail = parts[-length:]
             if len(tail) == length and tail[0] != ANY:
@@ -134,12 +141,10 @@ def shortest(name: str, names: Iterable[str]) -> str:
     >>> shortest("model.layers.0.mlp.fc1", ["model.layers.0.mlp.fc1", "model.layers.1.mlp.fc1", "fc1"])
     'mlp.fc1'
     """
-    parts = tuple(ANY if part.isdigit() else part for part in segments(name))
-    general = {tuple(ANY if part.isdigit() else part for part in segments(other)) for other in names} - {
-        parts
-    }
+    parts = segments(general(name))
+    others = {segments(general(other)) for other in names} - {parts}
     for length in range(1, len(parts)):
         tail = parts[-length:]
-        if tail[0] != ANY and not any(_fits(tail, other) for other in general):
+        if tail[0] != ANY and not any(_fits(tail, other) for other in others):
             return ".".join(tail)
     return name

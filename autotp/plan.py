@@ -27,7 +27,7 @@ from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, field_validat
 from autotp import pattern as patterns
 from autotp import planfile, plantext
 from autotp.diagnostic import PlanError, Span
-from autotp.planfault import Declared, Source, did_you_mean, named, quoted, refuse
+from autotp.planfault import Declared, Source, did_you_mean, in_order, named, quoted, refuse
 from autotp.planschema import plan_schema
 from autotp.rule import Rule, RuleLike
 
@@ -156,10 +156,10 @@ class Plan(Declared):
     @classmethod
     def _read(cls, source: Source) -> Plan:
         if not source.readable:
-            raise PlanError(source.faults)
+            raise PlanError(in_order(source.faults))
         plan = cls.model_validate(source.data, context=source)
         if source.faults:
-            raise PlanError(source.faults)
+            raise PlanError(in_order(source.faults))
         plan._spans = {p: source.keys["rules", p] for p in plan.rules if ("rules", p) in source.keys}
         return plan
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import (
@@ -41,10 +41,21 @@ from pydantic_core import PydanticCustomError
 
 from autotp.diagnostic import Diagnostic, PlanError, Span
 
-__all__ = ["Declared", "Place", "Source", "did_you_mean", "named", "quoted", "refuse"]
+__all__ = [
+    "Declared",
+    "Place",
+    "Source",
+    "did_you_mean",
+    "in_order",
+    "named",
+    "quoted",
+    "refuse",
+    "with_line",
+]
 
 Place = tuple[str | int, ...]  # ("rules", "fc1", "style")
 LONGEST_QUOTE = 120
+MOST_FINDINGS = 50
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,11 @@ def named(text: str) -> str:
     short = text[:LONGEST_QUOTE]
     short = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
     return f"`{short}…`" if len(text) > LONGEST_QUOTE else f"`{short}`"
+
+
+def with_line(span: Span) -> str:
+    """A place with its line, for a note."""
+    return f"{span}: `{span.text.strip()}`" if span.text.strip() else str(span)
 
 
 def quoted(value: object) -> str:
@@ -147,13 +163,19 @@ class Declared(BaseModel):
             source = info.context if isinstance(info.context, Source) else Source("")
             faults = [_finding(dict(fault), cls, source) for fault in error.errors()]
             findings = [finding for place, finding in faults if not source.is_spoiled(place)]
-            raise PlanError(sorted([*source.faults, *findings], key=_in_order)) from None
+            raise PlanError(in_order([*source.faults, *findings])) from None
         finally:
             _inside.reset(outermost)
 
 
-def _in_order(finding: Diagnostic) -> tuple[int, int]:
-    return (finding.plan.line, finding.plan.column) if finding.plan else (0, 0)
+def in_order(findings: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Findings as they stand in the file; of very many the first, for the file is then no plan."""
+    ordered = sorted(findings, key=lambda one: (one.plan.line, one.plan.column) if one.plan else (0, 0))
+    if len(ordered) > MOST_FINDINGS:
+        more = f"and {len(ordered) - MOST_FINDINGS} more faults"
+        last = ordered[MOST_FINDINGS - 1]
+        return [*ordered[: MOST_FINDINGS - 1], replace(last, notes=(*last.notes, more))]
+    return ordered
 
 
 def _finding(fault: dict[str, Any], model: type[BaseModel], source: Source) -> tuple[Place, Diagnostic]:

@@ -18,11 +18,12 @@ from typing import Any
 import yaml
 
 from autotp.diagnostic import Diagnostic, Span
-from autotp.planfault import Place, Source, named
+from autotp.planfault import Place, Source, named, with_line
 
 __all__ = ["read", "write"]
 
 DEEPEST = 16
+LONGEST_LINE = 400  # characters that are shown; of a longer line only its number and column
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,999})")
 PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.([A-Za-z0-9_-]+|\*))*")  # text that YAML reads without quotes
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # as YAML counts lines
@@ -35,12 +36,19 @@ def read(text: str, file: str = "<string>") -> Source:
     return _Reader(text, file).source()
 
 
+def _shown(line: str) -> str:
+    """A line of the text as a terminal may show it; nothing of a line that no one could read."""
+    if len(line) > LONGEST_LINE:
+        return ""
+    return line if line.isprintable() else "".join(c if c.isprintable() or c == "\t" else "�" for c in line)
+
+
 class _Reader:
     """Builds the data of one document from YAML's events, keeping the place of each part."""
 
     def __init__(self, text: str, file: str) -> None:
         self.text, self.file = text, file
-        self.lines = LINE_BREAK.split(text)
+        self.lines = [_shown(line) for line in LINE_BREAK.split(text)]
         self.keys: dict[Place, Span] = {}
         self.values: dict[Place, Span] = {}
         self.faults: list[Diagnostic] = []
@@ -160,7 +168,7 @@ class _Reader:
         if key in container:
             first = self.keys[(*place, key)]
             message = f"the key {named(key)} is given twice"
-            self._fault("AT104", message, span, notes=(f"first at {first}: `{first.text.strip()}`",))
+            self._fault("AT104", message, span, notes=(f"first at {with_line(first)}",))
         else:
             self.keys.setdefault((*place, key), span)
         self.key[-1] = key
@@ -235,7 +243,6 @@ class _Reader:
 
     def _line(self, line: int, column: int = 1, length: int = 1) -> Span:
         text = self.lines[line - 1] if line <= len(self.lines) else ""
-        text = "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
         return Span(self.file, line, column, length, text)
 
     def _span(self, event: yaml.Event) -> Span:
