@@ -20,9 +20,10 @@ def _convolution(call: Call) -> Layout:
     if value.whole and weight.whole:
         raise Conflict("AT307", f"{call.name}: {bias.name} is not whole, the result is", blame=(bias,))
     inside, filters, result = _letters(call, value.shape[front - 1], weight.shape[0])
-    batch, places = "b" * (front - 1), "." * (weight.rank - 2)
-    found = product(call, [(value, batch + inside + places), (weight, filters + "," * len(places))], batch + result)
-    return added(call, found, None if bias is None else _beside_places(bias, len(places)), value)
+    batch, places = "b" * (front - 1), weight.rank - 2
+    # The places of the input and of the filter have letters of their own, which nothing shares.
+    found = product(call, [(value, batch + inside + "x" * places), (weight, filters + "w" * places)], batch + result)
+    return added(call, found, None if bias is None else _beside_places(bias, places), value)
 
 
 def _letters(call: Call, channels: int, filters: int) -> tuple[str, str, str]:
@@ -40,7 +41,7 @@ def _letters(call: Call, channels: int, filters: int) -> tuple[str, str, str]:
 
 def _beside_places(bias: Value, places: int) -> Value:
     """The bias as it broadcasts: channels before the places."""
-    return replace(bias, shape=(*bias.shape, *[1] * places), layout=bias.layout)
+    return replace(bias, shape=(*bias.shape, *[1] * places))
 
 
 CONVOLUTIONS = dict.fromkeys(["conv1d", "conv2d", "conv3d"], _convolution)

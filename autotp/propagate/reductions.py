@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotp.placement import PARTIAL, Layout
+from autotp.placement import PARTIAL, REPLICATE, Layout
 from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy, normal_dim, not_partial, over
 from autotp.propagate.pointwise import align
 
@@ -108,7 +108,7 @@ def _of_samples(call: Call, value: Value, weights: list[Value]) -> Layout:
             raise Conflict(
                 "AT307", f"{call.name}: {weight.name} is cut, the channels of {value.name} are not", blame=(weight,)
             )
-        if weight.grad and weight.layout != value.layout and call.differentiable:
+        if weight.grad and weight.layout != REPLICATE and call.differentiable:
             raise needs_copy(call, weight, value)
     return value.shard
 
