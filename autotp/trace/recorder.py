@@ -5,81 +5,46 @@ sees the same op sequence as `torch.export` (a test holds the two equal), for an
 input and output types, with caches, in train mode. This is the only file that uses private hooks of
 torch: `SchemaCheckMode` (the one kind of mode that the PreDispatch key accepts besides torch's own),
 the python dispatcher, the fake tensor mode, and the flags that tell models that they are being exported.
+Where a hook is missing, `MISSING` says so and `capture` takes another route.
 
-After a recording, succeeded or failed, the module is as it was: every module's `__dict__` is restored.
+After a recording, succeeded or failed, the module is as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.diagnostic import Span
-from autotp.trace.source import caller_span
+from autotp.trace.graph import OPAQUE, Output, Trace, TraceError, Val, tensors_in
+from autotp.trace.source import caller_span, error_span
+from autotp.trace.untouched import untouched
 
-__all__ = ["Output", "Trace", "TraceError", "Val", "record", "tensors_in"]
+MISSING: str | None = None
+"""The private hook that this torch lacks; None when the recorder can run."""
+try:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.schema_check_mode import SchemaCheckMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+except ImportError as error:  # pragma: no cover - the tested torch has them all
+    MISSING = str(error)
+
+__all__ = ["MISSING", "Output", "Step", "Trace", "TraceError", "Val", "record", "tensors_in"]
 
 Boundary = Callable[[str, Any], Any]
-
-
-class TraceError(Exception):
-    """The forward raised while it was recorded; `module` and `source` say where."""
-
-    def __init__(self, message: str, module: str, source: Span | None) -> None:
-        super().__init__(message)
-        self.module = module
-        self.source = source
-
-
-@dataclass(frozen=True)
-class Val:
-    """What is known of a tensor: its shape, dtype, and whether a gradient flows to it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    grad: bool
-
-
-@dataclass(frozen=True)
-class Output:
-    """A tensor that the forward returns: its place in the result, and whether it sits in a cache object."""
-
-    name: str
-    node: fx.Node
-    cached: bool
-
-
-@dataclass
-class Trace:
-    """One recorded forward.
-
-    Nodes: `placeholder` for tensor inputs, `get_attr` for parameters, buffers and constants,
-    `call_function` for ops and for `operator.getitem` of ops with several results. `node.meta` holds
-    `val` (a `Val`, or a list of them), `module` (path of the innermost module), `call` (its how-manieth
-    call), `source` (a `Span`), `grads` (the input nodes that required a gradient when they were used),
-    `mutates` (the input nodes that the op writes) and, on `get_attr`, `origin`: "parameter", "buffer",
-    "constant" or "unknown".
-    """
-
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    outputs: list[Output] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)
-
-    def ops(self) -> list[fx.Node]:
-        """The recorded op calls, in order."""
-        return [n for n in self.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+Step = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+_EXPORTING = ("_is_compiling_flag", "_is_exporting_flag")
 
 
 def record(
@@ -91,213 +56,326 @@ def record(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     before: Boundary | None = None,
     after: Boundary | None = None,
+    exporting: bool = True,
+    then: Step | None = None,
+    opaque: frozenset[str] = frozenset(),
 ) -> Trace:
     """Record one forward of `module` on `args` and `kwargs`, whose tensors only give shapes and dtypes.
 
     `shapes` replaces the shapes of named parameters and buffers (a rank's local ones). `before(path,
     args)` and `after(path, output)` may replace what goes into and comes out of a module (the mappings of
     parallel layers). With `grad`, every floating parameter and input counts as requiring a gradient.
+    `exporting` tells the model that it is being exported, so that it takes its trace-safe branches.
+    `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
+    that the first one filled). The modules named in `opaque` are not looked into: each call is one node.
 
     Raises TraceError when the forward raises.
     """
-    with _untouched(module), _faked(module, args, kwargs, grad=grad, shapes=shapes or {}) as fakes:
-        recorder = _Recorder(module, fakes.names)
-        # Functions that ask "am I being exported" take their trace-safe branches.
+    if MISSING is not None:
+        raise TraceError(f"this torch lacks a hook that the recorder needs ({MISSING})", "", None)
+    with untouched(module), _faked(module, args, kwargs, grad=grad, shapes=shapes or {}) as fakes:
+        recorder = _Recorder(module, fakes)
         with contextlib.ExitStack() as stack:
+            stack.callback(recorder.give_back)
+            stack.enter_context(_quiet())
+            # What the model compiles runs as it is written.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fakes.mode)
             stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(_exporting())
-            recorder.watch(stack, module, before, after)
+            if exporting:
+                stack.enter_context(_flags())
+            recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
-            stack.enter_context(enable_python_dispatcher())  # type: ignore[no-untyped-call]
+            stack.enter_context(_functions(recorder))
+            stack.enter_context(enable_python_dispatcher())
             stack.enter_context(recorder)
             try:
                 out = module(*fakes.args, **fakes.kwargs)
+                if then is not None:
+                    recorder.finish(out)
+                    recorder.trace.calls = {}
+                    args, kwargs = recorder.paused(then, out)
+                    recorder.place(args, kwargs)
+                    out = module(*args, **kwargs)
+            except TraceError:
+                raise
             except Exception as error:
-                span = _span_of(error)
-                path = recorder.stack[-1][0] if len(recorder.stack) > 1 else ""
-                message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-                raise TraceError(message, path, span) from error
+                raise recorder.error(error) from error
         recorder.finish(out)
+        recorder.close_graph()
         return recorder.trace
 
 
-def _span_of(error: Exception) -> Span | None:
-    """The innermost line of a person's code in a traceback."""
-    from autotp.trace import source
+if MISSING is None:
 
-    found = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not source._is_library(code.co_filename):
-            found = source._span(code, traceback.tb_lineno, traceback.tb_lasti // 2)
-        traceback = traceback.tb_next
-    return found
-
-
-class _Recorder(SchemaCheckMode):
-    def __init__(self, root: nn.Module, names: dict[int, tuple[str, str]]) -> None:
-        # SchemaCheckMode's own set-up takes no dispatch key.
-        TorchDispatchMode.__init__(self, _dispatch_key=torch._C.DispatchKey.PreDispatch)
-        self.trace = Trace()
-        self.recording = True
-        self.stack: list[tuple[str, int]] = [("", 0)]
-        self._names = names  # id(fake) -> (name, origin)
-        self._nodes: dict[int, fx.Node] = {}  # id(tensor) -> node
-        self._memory: dict[tuple[Any, ...], fx.Node] = {}  # the same memory, seen through another object
-        self._keep: list[Any] = []  # ids stay unique while their objects live
-        self._constants = 0
-        self._paths: dict[int, str] = {}
-        for path, module in root.named_modules():
-            self._paths.setdefault(id(module), path)
-
-    # -- modules
-
-    def watch(
-        self, stack: contextlib.ExitStack, root: nn.Module, before: Boundary | None, after: Boundary | None
-    ) -> None:
-        """Follow which module runs, by forward hooks."""
-
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            path = self._paths[id(module)]
-            call = self.trace.calls.get(path, 0)
-            self.trace.calls[path] = call + 1
-            self.stack.append((path, call))
-            if before is None:
-                return None
-            replaced = self._paused(before, path, args)
-            if replaced is not None:
-                for old, new in zip(args, replaced, strict=True):
-                    if new is not old:
-                        self._stand_in(new, old)
-            return replaced
-
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            path = self._paths[id(module)]
-            replaced = self._paused(after, path, output) if after is not None else None
-            if replaced is not None:
-                self._stand_in(replaced, output)
-            self.stack.pop()
-            return replaced
-
-        for module in root.modules():
-            stack.enter_context(_removing(module.register_forward_pre_hook(enter)))
-            stack.enter_context(_removing(module.register_forward_hook(leave)))
-
-    def _paused(self, boundary: Boundary, path: str, value: Any) -> Any:
-        self.recording = False
-        try:
-            return boundary(path, value)
-        finally:
+    class _Recorder(SchemaCheckMode):  # type: ignore[no-untyped-call]
+        def __init__(self, root: nn.Module, fakes: _Fakes) -> None:
+            # SchemaCheckMode's own set-up takes no dispatch key.
+            TorchDispatchMode.__init__(  # type: ignore[no-untyped-call]
+                self, _dispatch_key=torch._C.DispatchKey.PreDispatch
+            )
+            self.trace = Trace()
             self.recording = True
+            self.stack: list[tuple[str, int]] = [("", 0)]
+            self.custom: str | None = None  # the autograd.Function whose forward runs
+            self._root = root
+            self._fakes = fakes
+            self._nodes: dict[int, fx.Node] = {}  # id(tensor) -> node
+            # The same memory, seen through another object: `x.data`, or what a factory function hands out.
+            self._memory: dict[tuple[Any, ...], fx.Node] = {}
+            self._named_memory = {_memory_key(t): t for t in fakes.owned}
+            self._keep: list[Any] = []  # ids stay unique while their objects live
+            self._constants = 0
+            self._counts: dict[str, int] = {}
+            self._failed: tuple[BaseException, str] | None = None
+            self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+            self._paths: dict[int, str] = {}
+            for path, module in root.named_modules():
+                self._paths.setdefault(id(module), path)
 
-    def _stand_in(self, new: torch.Tensor, old: torch.Tensor) -> None:
-        """`new` takes the place of `old` in the graph."""
-        self._keep.append(new)
-        self._nodes[id(new)] = self._node(old)
+        # -- modules
 
-    # -- tensors
+        def watch(self, before: Boundary | None, after: Boundary | None, opaque: frozenset[str]) -> None:
+            """Follow which module runs, by its `forward`: users' hooks run outside of it, as they will
+            run outside of a parallel layer's, and belong to the module that calls."""
+            self.trace.opaque = tuple(sorted(opaque))
+            for module in self._root.modules():
+                path = self._paths[id(module)]
+                inner = self._opaque_forward(module) if path in opaque else module.forward
+                module.__dict__["forward"] = self._watched(path, inner, before, after)
 
-    def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A placeholder for every tensor among the inputs."""
-        for path, leaf in pytree.tree_leaves_with_path((args, dict(kwargs))):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._nodes:
-                name = pytree.keystr(path)
-                node = self.trace.graph.placeholder("input" + str(len(self._nodes)))
+        def _watched(
+            self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
+        ) -> Callable[..., Any]:
+            @functools.wraps(inner)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
+                call = self._counts[path] = self._counts.get(path, -1) + 1
+                self.stack.append((path, call))
+                try:
+                    if before is not None:
+                        args = self._replaced(args, self.paused(before, path, args))
+                    out = inner(*args, **kwargs)
+                    if after is not None:
+                        (out,) = self._replaced((out,), (self.paused(after, path, out),))
+                    return out
+                except Exception as error:
+                    if self._failed is None or self._failed[0] is not error:
+                        self._failed = (error, path)
+                    raise
+                finally:
+                    self.stack.pop()
+
+            return forward
+
+        def _replaced(self, old: tuple[Any, ...], new: tuple[Any, ...] | None) -> tuple[Any, ...]:
+            """What a boundary put in the place of tensors takes their place in the graph."""
+            if new is None:
+                return old
+            for was, now in zip(old, new, strict=True):
+                if now is not None and now is not was:
+                    self._keep.append(now)
+                    self._nodes[id(now)] = self._node(was)
+            return tuple(was if now is None else now for was, now in zip(old, new, strict=True))
+
+        def error(self, error: Exception) -> TraceError:
+            """Where the forward failed, in the words of the exception."""
+            path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
+            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            return TraceError(text, path, error_span(error), dynamic=_is_dynamic(error))
+
+        def paused(self, function: Callable[..., Any], *args: Any) -> Any:
+            """Run what is no part of the model's forward."""
+            was, self.recording = self.recording, False
+            try:
+                return function(*args)
+            finally:
+                self.recording = was
+
+        def _opaque_forward(self, module: nn.Module) -> Callable[..., Any]:
+            @functools.wraps(module.forward)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                """One node, whose result is guessed to be like the first floating tensor that goes in."""
+                given = [t for _, t, _ in tensors_in((args, kwargs))]
+                like = next((t for t in given if _differentiable(t)), None)
+                if like is None:
+                    raise RuntimeError(
+                        "an opaque module is given no floating tensor, so its result is not known"
+                    )
+                inside = [*given, *module.parameters(), *module.buffers()]
+                needs = torch.is_grad_enabled() and any(t.requires_grad for t in inside)
+                out: torch.Tensor = self.paused(
+                    lambda: torch.empty_like(like).requires_grad_(needs).view_as(like)
+                )
+                node = self._create(OPAQUE, tuple(self._node(t) for t in inside), {}, inside)
+                node.meta["val"] = _val(out)
+                self._bind(out, node)
+                return out
+
+            return forward
+
+        # -- tensors
+
+        def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            """A placeholder for every tensor among the inputs that is not known yet."""
+            for name, leaf, _ in tensors_in((args, dict(kwargs))):
+                if id(leaf) in self._nodes or id(leaf) in self._fakes.names:
+                    continue
+                if isinstance(leaf, FakeTensor) and _memory_key(leaf) in self._memory:
+                    continue
+                with _before_others(self.trace.graph):
+                    node = self.trace.graph.placeholder("input" + str(len(self._nodes)))
                 node.meta.update(val=_val(leaf), name=name, module="", source=None)
                 self._bind(leaf, node)
 
-    def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        self._nodes[id(tensor)] = node
-        self._keep.append(tensor)
-        key = _memory_key(tensor)
-        if key is not None:
-            self._memory[key] = node
-
-    def _node(self, tensor: torch.Tensor) -> fx.Node:
-        found = self._nodes.get(id(tensor))
-        if found is not None:
-            return found
-        named = self._names.get(id(tensor))
-        if named is None:
-            # Factory functions hand out another object than the mode returned; its memory is the same.
+        def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
+            self._nodes[id(tensor)] = node
+            self._keep.append(tensor)
             key = _memory_key(tensor)
-            if key is not None and key in self._memory:
-                self._nodes[id(tensor)] = self._memory[key]
-                self._keep.append(tensor)
-                return self._memory[key]
-            origin = "unknown" if isinstance(tensor, FakeTensor) else "constant"
-            named = (f"_constant{self._constants}", origin)
-            self._constants += 1
-        name, origin = named
-        node = self.trace.graph.create_node("get_attr", name)
-        node.meta.update(
-            val=_val(tensor), origin=origin, name=name, module=self.stack[-1][0], source=caller_span(3)
-        )
-        self._bind(tensor, node)
-        return node
+            if key is not None:
+                self._memory[key] = node
 
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._node(value)
-        if isinstance(value, (list, tuple)):
-            return (
-                type(value)(self._argument(v) for v in value)
-                if type(value) in (list, tuple)
-                else list(self._argument(v) for v in value)
+        def _node(self, tensor: torch.Tensor) -> fx.Node:
+            found = self._nodes.get(id(tensor))
+            if found is not None:
+                return found
+            named = self._fakes.names.get(id(tensor))
+            if named is None:
+                key = _memory_key(tensor)
+                if key is not None and key not in self._memory and key in self._named_memory:
+                    self._node(self._named_memory[key])
+                if key is not None and key in self._memory:
+                    self._nodes[id(tensor)] = self._memory[key]
+                    self._keep.append(tensor)
+                    return self._memory[key]
+                origin = "unknown" if isinstance(tensor, FakeTensor) else "constant"
+                named = (f"_constant{self._constants}", origin)
+                self._constants += 1
+            name, origin = named
+            node = self.trace.graph.create_node("get_attr", name)
+            node.meta.update(
+                val=_val(tensor), origin=origin, name=name, module=self.stack[-1][0], source=caller_span(3)
             )
-        if isinstance(value, dict):
-            return {k: self._argument(v) for k, v in value.items()}
-        if value is None or isinstance(
-            value,
-            (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format),
-        ):
-            return value
-        return repr(value)
+            self._bind(tensor, node)
+            return node
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self.recording:
-            return func(*args, **kwargs)
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        nodes = [(self._node(t), t.requires_grad) for t in inputs]
-        placed = self._argument(tuple(args)), self._argument(dict(kwargs))
-        mutated = [self._node(t) for t in _mutated(func, args, kwargs)]
-        out = func(*args, **kwargs)
-        results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        if not results and not mutated:
+        def _argument(self, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._node(value)
+            if isinstance(value, (list, tuple)):
+                parts = [self._argument(v) for v in value]
+                return tuple(parts) if type(value) is tuple else parts
+            if isinstance(value, dict):
+                return {k: self._argument(v) for k, v in value.items()}
+            if value is None or isinstance(value, _PLAIN):
+                return value
+            return repr(value)
+
+        def _create(
+            self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+        ) -> fx.Node:
+            grad = torch.is_grad_enabled()
+            needs = {self._node(t) for t in inputs if grad and t.requires_grad}
+            node = self.trace.graph.create_node("call_function", target, args, kwargs)
+            path, call = self.stack[-1]
+            node.meta.update(
+                module=path, call=call, source=caller_span(3), custom=self.custom, grads=needs, mutates=[]
+            )
+            return node
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if not self.recording:
+                return func(*args, **kwargs)
+            inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            placed = self._argument(tuple(args)), self._argument(dict(kwargs))
+            written = _mutated(func, args, kwargs)
+            mutated = [self._node(t) for t in written]
+            # An input that is written gets its gradient from what is written, so this is asked before.
+            node = self._create(func, *placed, inputs)
+            self._keep_values(written)
+            try:
+                out = func(*args, **kwargs)
+            except BaseException:
+                self.trace.graph.erase_node(node)
+                raise
+            results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            if not results and not mutated and not _gives_number(out, inputs):
+                self.trace.graph.erase_node(node)
+                return out
+            node.meta["mutates"] = mutated
+            if isinstance(out, torch.Tensor):
+                node.meta["val"] = _val(out)
+                self._bind(out, node)
+            elif not results and not mutated:
+                node.meta["val"] = None
+            else:
+                self._several(node, out)
+                for tensor in args if not results else ():
+                    if isinstance(tensor, torch.Tensor) and self._node(tensor) in mutated:
+                        self._nodes[id(tensor)] = node
             return out
-        node = self.trace.graph.create_node("call_function", func, *placed)
-        path, call = self.stack[-1]
-        where = {"module": path, "call": call, "source": caller_span(2)}
-        node.meta.update(where, grads={n for n, needs in nodes if needs}, mutates=mutated)
-        if isinstance(out, torch.Tensor):
-            node.meta["val"] = _val(out)
-            self._bind(out, node)
-        else:
+
+        def _keep_values(self, written: list[torch.Tensor]) -> None:
+            """Tensors that are plain attributes of a module are real, and so is what is written into them."""
+            for tensor in written:
+                if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+                    self._keep.append(tensor)
+                    with _disable_current_modes(), torch.no_grad():
+                        self._written.append((tensor, tensor.clone()))
+
+        def give_back(self) -> None:
+            """Undo what the forward wrote into real tensors, the last write first."""
+            with torch.no_grad():
+                for tensor, before in reversed(self._written):
+                    tensor.copy_(before)
+
+        def _several(self, node: fx.Node, out: Any) -> None:
             items = list(out) if isinstance(out, (list, tuple)) else []
             node.meta["val"] = [_val(o) if isinstance(o, torch.Tensor) else None for o in items]
             for index, item in enumerate(items):
                 if isinstance(item, torch.Tensor):
                     part = self.trace.graph.create_node("call_function", operator.getitem, (node, index))
-                    part.meta.update(where, val=_val(item), grads=set(), mutates=[])
+                    part.meta.update(node.meta, val=_val(item), grads=set(), mutates=[])
                     self._bind(item, part)
-            for tensor in args if not results else ():
-                if isinstance(tensor, torch.Tensor) and self._node(tensor) in mutated:
-                    self._nodes[id(tensor)] = node
-        return out
 
-    def finish(self, out: Any) -> None:
-        """Close the graph with the tensors that the forward returned."""
-        nodes = []
-        for name, tensor, cached in tensors_in(out):
-            node = self._node(tensor)
-            nodes.append(node)
-            self.trace.outputs.append(Output(name, node, cached))
-        self.trace.graph.output(tuple(nodes))
+        # -- the end
+
+        def finish(self, out: Any) -> None:
+            """Note the tensors that a forward returned."""
+            if isinstance(out, Iterator):
+                raise TraceError("the forward is a generator, which runs after it has returned", "", None)
+            for name, tensor, cached in tensors_in(out):
+                self.trace.outputs.append(Output(name, self._node(tensor), cached))
+
+        def close_graph(self) -> None:
+            """Note what the forward left on modules, and close the graph."""
+            for path, module in self._root.named_modules():
+                before = self._fakes.attributes.get(id(module), {})
+                left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
+                for name, tensor, _ in tensors_in(left, path):
+                    if isinstance(tensor, FakeTensor) and id(tensor) not in self._fakes.names:
+                        self.trace.stored.append(Output(name, self._node(tensor), True))
+            self.trace.graph.output(tuple(o.node for o in self.trace.outputs))
+
+
+_TABLES = ("_parameters", "_buffers", "_modules", "forward")
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _is_dynamic(error: BaseException) -> bool:
+    """Did the forward ask for a value that a recording does not have?"""
+    names = ("DataDependent", "DynamicOutputShape", "UnsupportedMutationAliasing")
+    text = f"{type(error).__name__}: {error}"
+    return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
+
+
+def _gives_number(out: Any, inputs: list[torch.Tensor]) -> bool:
+    """`x.item()`: a value leaves the tensors; a sharded one must not lose its trace there."""
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex)
+    return bool(inputs) and isinstance(out, numbers)
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -313,47 +391,34 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 
 def _val(tensor: torch.Tensor) -> Val:
-    return Val(
-        tuple(int(n) if isinstance(n, int) else -1 for n in tensor.shape), tensor.dtype, tensor.requires_grad
-    )
+    shape = tuple(int(n) if isinstance(n, int) else -1 for n in tensor.shape)
+    return Val(shape, tensor.dtype, tensor.requires_grad)
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     try:
         storage = tensor.untyped_storage()._cdata
-        return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        # Sizes that depend on values are symbols, which have no hash.
+        return (
+            storage,
+            str(tuple(tensor.shape)),
+            str(tensor.stride()),
+            str(tensor.storage_offset()),
+            tensor.dtype,
+        )
     except (RuntimeError, NotImplementedError):
         return None
 
 
-def tensors_in(
-    out: Any, name: str = "", cached: bool = False, depth: int = 0
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every tensor in a result, also inside objects that are no plain containers."""
-    if isinstance(out, torch.Tensor):
-        yield name, out, cached
-    elif depth > 8 or out is None or isinstance(out, (str, int, float, bool, torch.dtype, torch.device)):
-        return
-    elif isinstance(out, Mapping):
-        for key, value in out.items():
-            yield from tensors_in(value, f"{name}.{key}" if name else str(key), cached, depth + 1)
-    elif isinstance(out, (list, tuple, set)):
-        for index, value in enumerate(out):
-            yield from tensors_in(value, f"{name}[{index}]", cached, depth + 1)
-    elif hasattr(out, "__dict__") and not isinstance(out, (type, nn.Module)):
-        # transformers' caches come back into the same model: what they hold stays local on purpose.
-        cache = any(c.__module__ == "transformers.cache_utils" for c in type(out).__mro__)
-        for key, value in vars(out).items():
-            yield from tensors_in(value, f"{name}.{key}", cached or cache, depth + 1)
-
-
-# -- fakes, flags, and leaving no trace
+# -- fakes and flags
 
 
 @dataclass
 class _Fakes:
     mode: FakeTensorMode
-    names: dict[int, tuple[str, str]]
+    names: dict[int, tuple[str, str]]  # id(fake) -> (name, origin)
+    owned: list[torch.Tensor]
+    attributes: dict[int, dict[str, Any]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -382,29 +447,43 @@ def _faked(
             new = fake(tensor, shapes.get(name, tuple(tensor.shape)))
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=grad and _differentiable(tensor))
+                new.__dict__.update(tensor.__dict__)
             made[id(tensor)] = new
             names[id(new)] = (name, origin)
         return made[id(tensor)]
-
-    def given(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in made:
-            new = fake(value, tuple(value.shape))
-            if grad and _differentiable(value):
-                # Not a leaf, so that a forward may write into it.
-                with mode:
-                    new = new.requires_grad_().view_as(new)
-            made[id(value)] = new
-        return made[id(value)]
 
     for path, owner in module.named_modules():
         for origin, table in (("parameter", owner._parameters), ("buffer", owner._buffers)):
             for key, tensor in list(table.items()):
                 if tensor is not None:
-                    table[key] = owned(tensor, f"{path}.{key}" if path else key, origin)  # type: ignore[assignment]
-    new_args, new_kwargs = pytree.tree_map(given, (args, dict(kwargs)))
-    yield _Fakes(mode, names, new_args, new_kwargs)
+                    table[key] = owned(tensor, f"{path}.{key}" if path else key, origin)
+        for key, value in list(owner.__dict__.items()):
+            if isinstance(value, torch.Tensor):
+                name = f"{path}.{key}" if path else key
+                if value.is_meta:  # the model was built there
+                    owner.__dict__[key] = owned(value, name, "constant")
+                else:
+                    names.setdefault(id(value), (name, "constant"))
+    holders = list(made.values())
+    for _, tensor, _ in tensors_in((args, dict(kwargs))):
+        if id(tensor) not in made:
+            new = fake(tensor, tuple(tensor.shape))
+            if grad and _differentiable(tensor):
+                # Not a leaf, so that a forward may write into it.
+                with mode:
+                    new = new.requires_grad_().view_as(new)
+            made[id(tensor)] = new
+    # What holds the inputs is copied: a cache object of the caller must not be filled with fakes.
+    new_args, new_kwargs = copy.deepcopy((tuple(args), dict(kwargs)), _Memo(made))
+    attributes = {id(m): dict(vars(m)) for m in module.modules()}
+    yield _Fakes(mode, names, holders, attributes, new_args, new_kwargs)
+
+
+class _Memo(dict[int, Any]):
+    """deepcopy's memory, in which every tensor has its fake already."""
+
+    def __init__(self, made: Mapping[int, torch.Tensor]) -> None:
+        super().__init__(made)
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:
@@ -412,30 +491,32 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _untouched(root: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes, whatever the forward stored on them."""
-    saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
-    for module in root.modules():
-        containers = [(v, v.copy()) for v in module.__dict__.values() if isinstance(v, (dict, list, set))]
-        saved.append((module, dict(module.__dict__), containers))
+def _quiet() -> Iterator[None]:
+    """A forward that fails is told by its TraceError; torch would print its own traceback besides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was = logger.disabled
+    logger.disabled = True
     try:
         yield
     finally:
-        for module, attributes, containers in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for live, copy in containers:
-                if isinstance(live, list):
-                    live[:] = copy
-                else:
-                    live.clear()
-                    live.update(copy)
+        logger.disabled = was
 
 
 @contextlib.contextmanager
-def _exporting() -> Iterator[None]:
+def _before_others(graph: fx.Graph) -> Iterator[None]:
+    """Placeholders stand before everything else."""
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    if first is None:
+        yield
+    else:
+        with graph.inserting_before(first):
+            yield
+
+
+@contextlib.contextmanager
+def _flags() -> Iterator[None]:
     """Tell models that they are being exported, as torch.export does."""
-    flags = [f for f in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, f)]
+    flags = [f for f in _EXPORTING if hasattr(torch.compiler, f)]
     saved = [getattr(torch.compiler, f) for f in flags]
     try:
         for flag in flags:
@@ -447,8 +528,22 @@ def _exporting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _removing(handle: Any) -> Iterator[None]:
+def _functions(recorder: _Recorder) -> Iterator[None]:
+    """Note which `autograd.Function` runs. Reentrant checkpointing is one that only runs its argument."""
+    function = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
+            return args[0](*args[2:])
+        was, recorder.custom = recorder.custom, cls.__name__
+        try:
+            return original.__get__(None, cls)(*args, **kwargs)
+        finally:
+            recorder.custom = was
+
     try:
+        function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         yield
     finally:
-        handle.remove()
+        function.apply = original  # type: ignore[method-assign]

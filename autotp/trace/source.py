@@ -1,4 +1,4 @@
-"""From a running frame to the line of the model that a person wrote."""
+"""From a running frame or a traceback to the line of the model that a person wrote."""
 
 from __future__ import annotations
 
@@ -13,26 +13,46 @@ import torch
 
 from autotp.diagnostic import Span
 
-__all__ = ["caller_span"]
+__all__ = ["caller_span", "error_span", "line_span"]
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(os.__file__)) + os.sep,
 )
+# Packages that compute for the line that calls them: the line is what a person would change.
+_HELPERS = tuple(
+    f"{os.sep}site-packages{os.sep}{name}{os.sep}"
+    for name in ("einops", "opt_einsum", "jaxtyping", "beartype")
+)
 
 
 @lru_cache(maxsize=4096)
 def _is_library(filename: str) -> bool:
+    if any(part in filename for part in _HELPERS):
+        return True
     # The standard library's folder also holds site-packages, where models live.
     if "site-packages" in filename.rpartition(_LIBRARIES[2])[2]:
         return filename.startswith(_LIBRARIES[:2])
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
 
 
-@lru_cache(maxsize=65536)
+# Keyed by identity: code objects of equal functions in different files compare equal. The code is kept, so
+# that its id stays its own.
+_SPANS: dict[tuple[int, int], tuple[CodeType, Span]] = {}
+
+
 def _span(code: CodeType, line: int, index: int) -> Span:
-    file = _shown(code.co_filename)
+    key = (id(code), index)
+    if key not in _SPANS:
+        if len(_SPANS) > 65536:
+            _SPANS.clear()
+        _SPANS[key] = (code, _found(code, line, index))
+    return _SPANS[key][1]
+
+
+def _found(code: CodeType, line: int, index: int) -> Span:
+    file = shown(code.co_filename)
     text = linecache.getline(code.co_filename, line).rstrip("\n")
     column, length = 1, max(1, len(text.strip()))
     if text.strip():
@@ -47,7 +67,7 @@ def _span(code: CodeType, line: int, index: int) -> Span:
     return Span(file, line, column, length, text)
 
 
-def _shown(filename: str) -> str:
+def shown(filename: str) -> str:
     """The path as shown: from site-packages or from the working directory where it lies below one."""
     for marker in (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"):
         if marker in filename:
@@ -68,3 +88,23 @@ def caller_span(depth: int = 1) -> Span | None:
         if not _is_library(frame.f_code.co_filename):
             return _span(frame.f_code, frame.f_lineno, frame.f_lasti // 2)
     return None
+
+
+def error_span(error: BaseException) -> Span | None:
+    """The innermost line of a person's code in an exception's traceback."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_library(code.co_filename):
+            found = _span(code, traceback.tb_lineno, traceback.tb_lasti // 2)
+        traceback = traceback.tb_next
+    return found
+
+
+def line_span(filename: str, line: int) -> Span | None:
+    """A whole line, where no column is known; None for a line that no person wrote."""
+    if _is_library(filename):
+        return None
+    text = linecache.getline(filename, line).rstrip("\n")
+    return Span(shown(filename), line, len(text) - len(text.lstrip()) + 1, max(1, len(text.strip())), text)

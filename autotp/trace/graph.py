@@ -1,0 +1,158 @@
+"""What a recording gives: a `torch.fx.Graph` of aten ops, its outputs, and what is known of every value."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autotp.diagnostic import Span
+
+__all__ = ["OPAQUE", "Output", "Trace", "TraceError", "Val", "tensors_in"]
+
+
+class TraceError(Exception):
+    """The forward raised while it was recorded; `module` and `source` say where.
+
+    `dynamic` is True where the forward asked for the value of a tensor, which a recording does not have.
+    """
+
+    def __init__(self, message: str, module: str, source: Span | None, *, dynamic: bool = False) -> None:
+        super().__init__(message)
+        self.module = module
+        self.source = source
+        self.dynamic = dynamic
+
+
+@dataclass(frozen=True)
+class Val:
+    """What is known of a tensor: its shape (-1: depends on values), dtype, whether a gradient flows to it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the forward returns: its place in the result, and whether it sits in a cache object."""
+
+    name: str
+    node: fx.Node
+    cached: bool
+
+
+@dataclass
+class Trace:
+    """One recorded forward.
+
+    Nodes: `placeholder` for tensor inputs, `get_attr` for parameters, buffers and constants,
+    `call_function` for ops and for `operator.getitem` of ops with several results. An op that gives a
+    number (`x.item()`) has the val None. `node.meta` holds
+
+    - `val`: a `Val`, or a list of them
+    - `module`: the path of the innermost module, and `call`: its how-manieth call in this trace
+    - `source`: a `Span` of the model's code
+    - `grads`: the input nodes that required a gradient when they were used
+    - `mutates`: the input nodes that the op writes
+    - `custom`: the name of the `autograd.Function` whose forward the op is in, or None: its backward is
+      code of its own, which no trace shows, and inside of it `grads` is empty
+    - on `get_attr`, `name` and `origin`: "parameter", "buffer", "constant" or "unknown".
+
+    `calls` says how often each module ran in the (last) forward, `stored` what the forward left on
+    attributes of modules, `opaque` the modules that were not looked into, `route` how the trace was made:
+    "recorder" or "export".
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    outputs: list[Output] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    stored: list[Output] = field(default_factory=list)
+    opaque: tuple[str, ...] = ()
+    route: str = "recorder"
+
+    def ops(self) -> list[fx.Node]:
+        """The recorded op calls, in order."""
+        return [n for n in self.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+
+
+class _Opaque:
+    """The op of a module that was not looked into: its tensors in, its tensors out."""
+
+    __name__ = "opaque"
+    __qualname__ = "opaque"
+    __module__ = "autotp.trace.graph"
+
+    def __call__(self, *tensors: Any) -> Any:
+        raise RuntimeError("an opaque module has no op to run")
+
+    def __repr__(self) -> str:
+        return "opaque"
+
+
+OPAQUE = _Opaque()
+
+_PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+_CODE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, nn.Module, torch.Generator)
+
+
+def tensors_in(out: Any, name: str = "", cached: bool = False) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every tensor in a result, also inside objects that are no plain containers, at each of its places:
+    (its place, the tensor, whether a cache object holds it).
+
+    >>> [name for name, _, _ in tensors_in({"a": torch.zeros(1), "b": [torch.zeros(2)]})]
+    ['a', 'b[0]']
+    """
+    seen: set[int] = set()
+    todo: list[tuple[str, Any, bool]] = [(name, out, cached)]
+    while todo:
+        where, value, cache = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield where, value, cache
+            continue
+        if value is None or isinstance(value, (_PLAIN, _CODE)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        # transformers' caches come back into the same model: what they hold stays local on purpose.
+        cache = cache or any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
+        todo += [(where + step, part, cache) for step, part in reversed(list(_parts(value, bool(where))))]
+
+
+def _parts(value: Any, inside: bool) -> Iterator[tuple[str, Any]]:
+    dot = "." if inside else ""
+    if isinstance(value, Mapping):
+        yield from ((f"{dot}{key}", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, Set, deque)):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from (
+            (f"[{index}]", part) for index, part in enumerate((*value.args, *value.keywords.values()))
+        )
+    elif isinstance(value, types.MethodType):
+        yield f"{dot}__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for index, cell in enumerate(value.__closure__ or ()):
+            yield f"{dot}<closure {index}>", _content(cell)
+        return
+    for key, part in getattr(value, "__dict__", {}).items():
+        if not isinstance(value, Mapping) or key not in value:
+            yield f"{dot}{key}", part
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if key not in ("__dict__", "__weakref__") and hasattr(value, key):
+                yield f"{dot}{key}", getattr(value, key)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,0 +1,127 @@
+"""Leave no trace: whatever a forward stores while it runs on fake tensors is taken back.
+
+Restored are the attributes of every module, of every plain object that a module holds (configs, caches),
+their lists, dicts and sets, the class attributes of the modules' classes, and the module-level tables and
+`lru_cache`s of the files that define them: a table of masks must not keep fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["untouched"]
+
+_CONTAINERS = (dict, list, set, deque)
+_LEAVES = (
+    str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    torch.Tensor, torch.dtype, torch.device, torch.Generator,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def untouched(root: nn.Module) -> Iterator[None]:
+    """Restore, at the end and after an exception, all that hangs on `root`.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> with untouched(layer):
+    ...     layer.cache = {"mask": 1}
+    >>> hasattr(layer, "cache")
+    False
+    """
+    saved = _Saved()
+    kinds = {kind for module in root.modules() for kind in type(module).__mro__ if not _foreign(kind)}
+    saved.objects([root, *root.modules()])
+    for kind in kinds:
+        saved.kind(kind)
+    for name in {kind.__module__ for kind in kinds}:
+        if name in sys.modules and name != "builtins":
+            saved.file(sys.modules[name])
+    try:
+        yield
+    finally:
+        saved.restore()
+
+
+def _foreign(kind: type) -> bool:
+    """Classes whose attributes no model changes: torch's own, Python's own."""
+    package = kind.__module__.partition(".")[0]
+    return package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
+
+
+class _Saved:
+    def __init__(self) -> None:
+        self.attributes: list[tuple[Any, dict[str, Any]]] = []
+        self.containers: list[tuple[Any, Any]] = []
+        self.kinds: list[tuple[type, dict[str, Any]]] = []
+        self.cached: list[tuple[Any, int]] = []
+        self.seen: set[int] = set()
+
+    def objects(self, roots: Iterable[Any]) -> None:
+        """The attributes of every object that can be reached, and the contents of every container."""
+        todo = list(roots)
+        while todo:
+            value = todo.pop()
+            if value is None or isinstance(value, _LEAVES) or id(value) in self.seen:
+                continue
+            self.seen.add(id(value))
+            if isinstance(value, _CONTAINERS):
+                self.containers.append((value, value.copy()))
+                todo += list(value.values()) if isinstance(value, dict) else list(value)
+            elif isinstance(value, tuple):
+                todo += value
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict) and (isinstance(value, nn.Module) or not _foreign(type(value))):
+                self.attributes.append((attributes, dict(attributes)))
+                todo += attributes.values()
+
+    def kind(self, kind: type) -> None:
+        self.kinds.append((kind, dict(vars(kind))))
+        self.objects(v for v in vars(kind).values() if isinstance(v, _CONTAINERS))
+
+    def file(self, module: types.ModuleType) -> None:
+        for name, value in list(vars(module).items()):
+            if name.startswith("__"):
+                continue
+            if type(value) in (dict, list, set) and id(value) not in self.seen:
+                self.seen.add(id(value))
+                self.containers.append((value, value.copy()))
+            elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+                self.cached.append((value, value.cache_info().misses))
+
+    def restore(self) -> None:
+        for attributes, before in self.attributes:
+            if _differs(attributes, before):
+                attributes.clear()
+                attributes.update(before)
+        for live, copy in self.containers:
+            if isinstance(live, dict) and _differs(live, copy):
+                live.clear()
+                live.update(copy)
+            elif isinstance(live, (list, deque)) and [*map(id, live)] != [*map(id, copy)]:
+                live.clear()
+                live.extend(copy)
+            elif isinstance(live, set) and live != copy:
+                live.clear()
+                live.update(copy)
+        for kind, held in self.kinds:
+            for name in vars(kind).keys() - held.keys():
+                delattr(kind, name)
+            for name, value in held.items():
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
+        for function, misses in self.cached:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
+
+def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    same = len(live) == len(before) and all(a is b for a, b in zip(live, before, strict=True))
+    return not same or any(live[key] is not value for key, value in before.items())

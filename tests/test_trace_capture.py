@@ -1,0 +1,139 @@
+"""The ways to a trace: which is taken when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autotp.trace import capture as routes
+from autotp.trace import recorder
+from autotp.trace.capture import capture
+from autotp.trace.graph import TraceError
+from tests import architectures, models
+
+X = torch.randn(3, 4)
+
+
+def targets(trace):
+    return [str(n.target) for n in trace.ops()]
+
+
+def test_the_recorder_first():
+    trace = capture(nn.Linear(4, 4), (X,), {})
+    assert trace.route == "recorder" and trace.opaque == ()
+
+
+def test_export_when_the_hook_is_missing(monkeypatch):
+    ours = capture(models.MLP(), (torch.randn(2, 16),), {})
+    monkeypatch.setattr(recorder, "MISSING", "gone")
+    theirs = capture(models.MLP(), (torch.randn(2, 16),), {})
+    assert theirs.route == "export" and targets(theirs) == targets(ours)
+
+
+def test_a_missing_hook_does_not_break_the_import():
+    """The recorder's file is read with each private module absent."""
+    import importlib.util
+    import sys
+    from unittest import mock
+
+    for name in ("torch._subclasses.schema_check_mode", "torch._dispatch.python"):
+        spec = importlib.util.spec_from_file_location("recorder_without", recorder.__file__)
+        module = importlib.util.module_from_spec(spec)
+        with mock.patch.dict(sys.modules, {name: None, "recorder_without": module}):
+            spec.loader.exec_module(module)
+        assert name in module.MISSING
+        with pytest.raises(module.TraceError, match="this torch lacks a hook"):
+            module.record(nn.Linear(4, 4), (X,), {})
+
+
+def test_export_when_the_recorder_fails(monkeypatch):
+    def fails(*args, **kwargs):
+        raise TraceError("the recorder's own fault", "", None)
+
+    monkeypatch.setattr(recorder, "record", fails)
+    trace = capture(nn.Linear(4, 4), (X,), {})
+    assert trace.route == "export"
+    assert capture(nn.Linear(4, 4), (X,), {}, like=trace).route == "export"
+    with pytest.raises(TraceError, match="the recorder's own fault"):
+        capture(nn.Linear(4, 5), (X[:, :2],), {})
+
+
+def test_what_export_cannot_do_is_not_exported(monkeypatch):
+    monkeypatch.setattr(routes, "export", lambda *args, **kwargs: pytest.fail("exported"))
+    for options in ({"exporting": False}, {"then": lambda out: ((X,), {})}):
+        with pytest.raises(TraceError):
+            capture(nn.Linear(5, 5), (X,), {}, **options)
+
+
+class Picks(nn.Module):
+    """Computes only where something is to do: a branch on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        for row in x.sum(-1).nonzero():
+            out[row] += x[row] @ self.weight
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.picks = nn.Linear(4, 4), Picks()
+
+    def forward(self, x):
+        return x + self.picks(self.fc(x))
+
+
+def test_a_module_that_branches_on_values_becomes_opaque():
+    model = nn.Sequential(Block(), Block())
+    trace = capture(model, (X,), {})
+    assert trace.route == "recorder" and trace.opaque == ("0.picks", "1.picks")
+    assert targets(trace) == ["aten.linear.default", "opaque", "aten.add.Tensor"] * 2
+    opaque = trace.ops()[1]
+    assert (
+        opaque.meta["module"] == "0.picks" and opaque.meta["val"].shape == (3, 4) and opaque.meta["val"].grad
+    )
+    assert [n.meta.get("name") for n in opaque.args] == [None, "0.picks.weight"]
+    assert opaque.meta["grads"] == set(opaque.args)
+    assert "forward" not in vars(model[0].picks)
+
+
+def test_the_way_of_an_earlier_trace():
+    model = nn.Sequential(Block(), nn.Linear(4, 4))
+    whole = capture(model, (X,), {})
+    again = capture(model, (X,), {}, like=whole)
+    assert again.opaque == whole.opaque == ("0.picks",) and targets(again) == targets(whole)
+    with pytest.raises(TraceError) as caught:
+        capture(model, (X,), {}, like=capture(nn.Linear(4, 4), (X,), {}))
+    assert caught.value.module == "0.picks"
+
+
+def test_no_retry_where_nothing_would_be_left():
+    with pytest.raises(TraceError) as caught:
+        capture(Picks(), (X,), {})
+    assert caught.value.module == "" and caught.value.dynamic
+
+    class Spine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return x if x.sum() > 0 else self.layers[0](x)
+
+    with pytest.raises(TraceError) as caught:
+        capture(nn.Sequential(nn.Linear(4, 4), Spine()), (X,), {})
+    assert caught.value.module == "1"
+
+
+@pytest.mark.slow
+def test_experts_of_dbrx_are_opaque():
+    model = architectures.build("dbrx")
+    trace = capture(model, (), architectures.inputs(model))
+    assert trace.opaque == ("transformer.blocks.0.ffn.experts", "transformer.blocks.1.ffn.experts")
+    assert trace.calls["transformer.blocks.1.norm_attn_norm.attn.Wqkv"] == 1
