@@ -44,7 +44,12 @@ def run(*command):
 
 
 def test_every_example_is_tested():
-    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == ["01_mlp.py", "02_minilm.py"]
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == [
+        "01_mlp.py",
+        "02_minilm.py",
+        "03_gpt_block.py",
+        "04_two_ranks.py",
+    ]
 
 
 @pytest.mark.slow
@@ -66,3 +71,20 @@ def test_minilm():
     output = run("examples/02_minilm.py")
     assert "tp=2: outputs differ by" in output
     assert "tp=5: outputs differ by" in output
+
+
+@pytest.mark.slow
+def test_gpt_block_has_the_same_losses_on_one_rank_and_on_two():
+    one, two = run("examples/03_gpt_block.py"), run(*TORCHRUN, "examples/03_gpt_block.py")
+    losses = [line for line in one.splitlines() if line.startswith("step")]
+    assert len(losses) == 3
+    assert [line for line in two.splitlines() if line.startswith("step")] == losses
+    assert "rank 1 of 2 holds 54720 parameters" in two  # of 107584; the first rank holds one token more
+
+
+@pytest.mark.slow
+def test_two_ranks_print_what_they_hold():
+    output = run("examples/04_two_ranks.py")
+    assert "[[0.0, 1.0], [2.0, 3.0]]" in output  # the column weight of rank 0
+    assert "[[2.0, 3.0], [6.0, 7.0], [10.0, 11.0]]" in output  # the row weight of rank 1
+    assert output.count("[[96.0, 272.0, 448.0]]") == 2
