@@ -6,6 +6,7 @@ Nothing here imports torch but what loads a model (load.py), and the proof that 
 from autotp.checkpoint.convert import convert
 from autotp.checkpoint.inventory import inventory
 from autotp.checkpoint.merge import merge
+from autotp.checkpoint.reshard import reshard
 from autotp.checkpoint.written import Written
 
-__all__ = ["Written", "convert", "inventory", "merge"]
+__all__ = ["Written", "convert", "inventory", "merge", "reshard"]

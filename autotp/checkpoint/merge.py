@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autotp.checkpoint.folder import INDEX
 from autotp.checkpoint.manifest import Output, load_manifest
 from autotp.checkpoint.staging import check_target, free_bytes
-from autotp.checkpoint.written import Progress, Written
+from autotp.checkpoint.written import Progress, Written, files_of
 
 __all__ = ["merge"]
 
@@ -31,10 +30,8 @@ def merge(
     supply = Ranks(source, manifest)
     check_target(target)
     output = Output(Path(), {}, None)
-    files = [(file.path.name, file.size) for file in manifest.files]
-    files += [(INDEX, len(manifest.index))] if manifest.index is not None else []
-    files += [(name, path.stat().st_size) for name, path in supply.companions().items()]
-    written = Written(target, 1, manifest.plan, "", manifest.proof, tuple(files), free_bytes(target), dry_run)
+    files = files_of(manifest.files, manifest.index, supply.companions(), [output])
+    written = Written(target, 1, manifest.plan, "", manifest.proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
         carry(supply, manifest, [output], target, job="merge", progress=progress)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotp.checkpoint.folder import INDEX
+from autotp.checkpoint.manifest import Output
 from autotp.diagnostic import CheckpointError
+from autotp.header import Header
 from autotp.plan import Plan
 
-__all__ = ["Progress", "Written"]
+__all__ = ["Progress", "Written", "files_of"]
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the file at hand
 
@@ -46,3 +49,17 @@ class Written:
         """Raise CheckpointError when it does not fit the disk."""
         if not self.fits:
             raise CheckpointError(f"{self.target}: needs {self.nbytes} bytes, and {self.free} are free")
+
+
+def files_of(
+    sources: Sequence[Header], index: bytes | None, companions: Mapping[str, Path], outputs: Sequence[Output]
+) -> tuple[tuple[str, int], ...]:
+    """Every file that the outputs will hold, (relative name, bytes), without the manifest."""
+    files = []
+    for output in outputs:
+        headers = [output.header(file) for file in sources]
+        files += [(str(header.path), header.size) for header in headers]
+        if index is not None:
+            files.append((str(output.home / INDEX), len(output.index(headers, index))))
+        files += [(str(output.home / name), path.stat().st_size) for name, path in companions.items()]
+    return tuple(files)

@@ -1,0 +1,102 @@
+"""How the tensors of a checkpoint are cut: by the headers alone, or as proven on the model they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotp.checkpoint.inventory import describe_tensors
+from autotp.checkpoint.names import base_prefix, resolve
+from autotp.diagnostic import CheckpointError, PlanError, UsageError, errors
+from autotp.header import Entry
+from autotp.match import Matches, match
+from autotp.placement import Shard
+from autotp.plan import Plan, as_plan, plan_for, shipped_plans
+
+__all__ = ["CHECKS", "choose_plan", "decide_layouts"]
+
+CHECKS = ("layouts", "shapes")
+
+
+def choose_plan(plan: Any, config: Mapping[str, Any], source: Path) -> tuple[Plan, str]:
+    """The plan that is given, or the shipped one of the config's model_type and its name.
+
+    Raises PlanError for a plan that cannot be read, UsageError when none is given and none is shipped.
+    """
+    if plan is not None and not (isinstance(plan, str) and plan == "auto"):
+        return as_plan(plan), ""
+    kind = config.get("model_type")
+    found = plan_for(kind) if isinstance(kind, str) else None
+    if found is None:
+        why = f"no plan is shipped for model_type {kind!r}" if kind else "no config tells a model_type"
+        raise UsageError(f"{source}: {why}; give a plan, or one of {', '.join(shipped_plans())}")
+    return found, str(kind)
+
+
+def decide_layouts(
+    source: Path, entries: Sequence[Entry], config: Mapping[str, Any], plan: Plan, tp: int, check: str
+) -> dict[str, Shard]:
+    """{tensor name: how it is cut}; tensors that are not in it are whole.
+
+    `source` is a folder with a config.json. With `check` "shapes" names and shapes are matched; with
+    "layouts" the plan is proven on the model that the config describes, and where the headers tell a cut
+    too, it must be the same. Raises PlanError (every finding), CheckpointError, UsageError.
+    """
+    if check not in CHECKS:
+        raise UsageError(f"check is 'layouts' or 'shapes', not {check!r}")
+    matches = match(plan, describe_tensors(entries, config, name=source.name), tp)
+    there = {entry.name: entry for entry in entries}
+    if check == "layouts":
+        layouts = _proven(source, there, matches)
+    elif errors(matches.diagnostics):
+        raise PlanError(matches.diagnostics)
+    else:
+        layouts = {name: shard for name, shard in matches.layouts.items() if name in there}
+    for name in layouts:
+        if there[name].itemsize < 1:
+            raise CheckpointError(
+                f"{source}: tensor {name!r} has elements of {there[name].itemsize:g} bytes "
+                f"({there[name].dtype}), which cannot be cut; leave it whole with `replicate`"
+            )
+    return layouts
+
+
+def _proven(source: Path, there: Mapping[str, Entry], matches: Matches) -> dict[str, Shard]:
+    """The layouts as they are proven on the model, under the checkpoint's names.
+
+    Only a row rule without heads leaves its units to the proof. Tensors that the model has not are carried
+    whole; one that it has in another shape is an error.
+    """
+    from autotp.hf import prove
+
+    analysis = prove(source, matches.plan, matches.tp)
+    if not analysis.ok:
+        raise PlanError(analysis.diagnostics)
+    known = analysis.inventory.tensors()
+    names = resolve(known, there, base_prefix(known, there))
+    for name, spelled in names.items():
+        if known[name].shape != there[spelled].shape:
+            held, needed = list(there[spelled].shape), list(known[name].shape)
+            raise CheckpointError(
+                f"{source}: tensor {spelled!r} is {held}, and {needed} in the model that its "
+                "config.json describes"
+            )
+    layouts = {names[name]: shard for name, shard in analysis.layouts.items() if name in names}
+    left_to_the_proof = {
+        name
+        for placed in matches.placed.values()
+        if placed.style == "row" and not placed.declared
+        for name in placed.layouts
+    }
+    for name in sorted(set(names.values())):
+        cut, proven = matches.layouts.get(name), layouts.get(name)
+        if cut == proven or (cut and proven and cut.dim == proven.dim and name in left_to_the_proof):
+            continue
+        if errors(matches.diagnostics) and cut is None:
+            continue  # the headers alone could not place it; the model could
+        says, proves = (str(one) if one else "whole" for one in (cut, proven))
+        raise CheckpointError(
+            f"{source}: tensor {name!r} is {says} by the headers, and {proves} by the proof"
+        )
+    return layouts

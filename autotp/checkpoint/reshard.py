@@ -1,0 +1,52 @@
+"""Reshard: rank folders for one number of ranks to rank folders for another, in one pass, without a merge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from autotp.checkpoint.layouts import decide_layouts
+from autotp.checkpoint.manifest import Output, load_manifest, rank_folder
+from autotp.checkpoint.staging import check_target, free_bytes
+from autotp.checkpoint.written import Progress, Written, files_of
+
+__all__ = ["reshard"]
+
+
+def reshard(
+    source: str | Path,
+    target: str | Path,
+    *,
+    tp: int,
+    check: Literal["layouts", "shapes"] = "layouts",
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Written:
+    """Write the converted folder `source` again for `tp` ranks, as `convert` of the original would.
+
+    The plan is the folder's own, matched and (unless `check` is "shapes") proven for the new number of
+    ranks. Every byte is read once, checked against the manifest's digests, and written once. `target`
+    appears whole or not at all. Raises what `convert` and `merge` raise.
+
+        autotp.reshard("out-tp8", "out-tp4", tp=4)
+    """
+    from autotp.checkpoint.carry import carry
+    from autotp.checkpoint.ranks import Ranks
+
+    source, target = Path(source), Path(target)
+    manifest = load_manifest(source)
+    supply = Ranks(source, manifest)
+    entries = [entry for file in manifest.files for entry in file.tensors.values()]
+    home = rank_folder(source, 0, manifest.tp)
+    layouts = decide_layouts(home, entries, manifest.config, manifest.plan, tp, check)
+    proof: Literal["layouts", "none"] = "layouts" if check == "layouts" else "none"
+    again = replace(manifest, tp=tp, layouts=layouts, proof=proof)
+    outputs = [Output(rank_folder(Path(), rank, tp), layouts, rank) for rank in range(tp)]
+    check_target(target)
+    files = files_of(manifest.files, manifest.index, supply.companions(), outputs)
+    written = Written(target, tp, manifest.plan, "", proof, files, free_bytes(target), dry_run)
+    if not dry_run:
+        written.check_room()
+        carry(supply, again, outputs, target, job="reshard", progress=progress)
+    return written

@@ -1,0 +1,143 @@
+"""Layouts that the headers tell and layouts that are proven on the model: the same, or an error."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+
+import autotp.hf
+from autotp.checkpoint import convert
+from autotp.checkpoint.folder import open_folder
+from autotp.checkpoint.inventory import describe_tensors
+from autotp.checkpoint.layouts import decide_layouts
+from autotp.checkpoint.load import from_pretrained
+from autotp.checkpoint.manifest import load_manifest
+from autotp.comm import simulate
+from autotp.diagnostic import CheckpointError, PlanError
+from autotp.match import match
+from autotp.placement import Shard, deal
+from autotp.plan import plan_for
+from tests.checkpoints import random_tensor, write_checkpoint
+
+SIZES = {
+    "vocab_size": 33,
+    "hidden_size": 24,
+    "intermediate_size": 37,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 32,
+}
+MODELS = {
+    "bert": lambda: BertModel(BertConfig(**SIZES, num_attention_heads=3)),
+    "bert mlm": lambda: BertForMaskedLM(BertConfig(**SIZES, num_attention_heads=6)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=3)),
+    "llama tied": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True)
+    ),
+}
+
+
+def saved(name, folder):
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5)
+    model.save_pretrained(folder)
+    return model, open_folder(folder)
+
+
+def entries_of(folder):
+    return [entry for _, entry in folder.tensors().values()]
+
+
+SLOWER = [("bert", 3), ("bert mlm", 2), ("llama tied", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [("bert", 2), ("llama", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWER)],
+)
+def test_headers_and_proof_agree_for_every_shipped_plan(tmp_path, name, tp):
+    _, folder = saved(name, tmp_path)
+    plan = plan_for(name.split()[0])
+    headers = match(plan, describe_tensors(entries_of(folder), folder.config), tp)
+    assert headers.diagnostics == () or all(found.severity != "error" for found in headers.diagnostics)
+    proven = decide_layouts(tmp_path, entries_of(folder), folder.config, plan, tp, "layouts")
+    there = folder.tensors()
+    assert proven == {name: shard for name, shard in headers.layouts.items() if name in there}
+    assert len(proven) > 5
+
+
+@pytest.mark.slow
+def test_a_row_rule_without_heads_takes_the_units_of_the_proof(tmp_path):
+    """Three heads over two ranks: the headers alone would deal o_proj's 24 features as 12 + 12."""
+    model, _ = saved("llama tied", tmp_path / "in")
+    rules = {name: rule.to_data() for name, rule in plan_for("llama").rules.items()}
+    rules["self_attn.o_proj"] = "row"
+    plan = {"rules": rules, "optional": ["lm_head"]}
+    name = "model.layers.0.self_attn.o_proj.weight"
+    convert(tmp_path / "in", tmp_path / "out", plan=plan, tp=2)
+    assert load_manifest(tmp_path / "out").layouts[name] == Shard(1, deal(3, 2))
+    assert load_manifest(tmp_path / "out").proof == "layouts"
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        for output in simulate(
+            2, lambda group: from_pretrained(tmp_path / "out", mesh=group)(input_ids=ids).logits
+        ):
+            torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
+    convert(tmp_path / "in", tmp_path / "unproven", plan=plan, tp=2, check="shapes")
+    assert load_manifest(tmp_path / "unproven").layouts[name] == Shard(1, deal(24, 2))
+    with pytest.raises(CheckpointError) as raised:
+        simulate(2, lambda group: from_pretrained(tmp_path / "unproven", mesh=group))
+    assert (
+        f"  mismatched: {name} was cut as shard(dim 1: 2 equal parts), the model needs shard(dim 1: 2+1 of 3)"
+        in str(raised.value)
+    )
+
+
+def test_a_plan_that_the_proof_refuses(tmp_path):
+    saved("llama", tmp_path / "in")
+    rules = {name: rule.to_data() for name, rule in plan_for("llama").rules.items() if name != "mlp.up_proj"}
+    with pytest.raises(PlanError):
+        convert(tmp_path / "in", tmp_path / "out", plan={"rules": rules}, tp=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_headers_and_proof_that_disagree(tmp_path, monkeypatch):
+    _, folder = saved("bert", tmp_path)
+    plan, real = plan_for("bert"), autotp.hf.prove
+    name = "encoder.layer.0.intermediate.dense.weight"
+
+    def altered(*args, **kwargs):
+        analysis = real(*args, **kwargs)
+        return replace(analysis, layouts={**analysis.layouts, name: Shard(1, deal(24, 2))})
+
+    monkeypatch.setattr(autotp.hf, "prove", altered)
+    with pytest.raises(CheckpointError) as raised:
+        decide_layouts(tmp_path, entries_of(folder), folder.config, plan, 2, "layouts")
+    assert str(raised.value) == (
+        f"{tmp_path}: tensor {name!r} is shard(dim 0: 19+18 of 37) by the headers, "
+        "and shard(dim 1: 2 equal parts) by the proof"
+    )
+
+
+def test_config_and_weights_that_disagree(tmp_path):
+    _, folder = saved("bert", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"vocab_size": 35}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as raised:
+        decide_layouts(tmp_path, entries_of(folder), config, plan_for("bert"), 2, "layouts")
+    assert str(raised.value) == (
+        f"{tmp_path}: tensor 'embeddings.word_embeddings.weight' is [33, 24], and [35, 24] in the model that "
+        "its config.json describes"
+    )
+
+
+def test_what_cannot_be_built_needs_shapes(tmp_path):
+    source = write_checkpoint(tmp_path / "in", {"up.weight": random_tensor("F32", (4, 2))})
+    with pytest.raises(CheckpointError, match=r'no config.json.*\n.*check="shapes"'):
+        convert(source, tmp_path / "out", plan={"up": "column"}, tp=2)
+    assert not (tmp_path / "out").exists()
