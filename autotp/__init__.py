@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from autotp import mappings as mappings
     from autotp import nn as nn
     from autotp.analysis import Analysis as Analysis
-    from autotp.api import analyze as analyze
     from autotp.api import shard as shard
     from autotp.api import verify as verify
     from autotp.checkpoint.convert import convert as convert
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from autotp.diagnostic import Span as Span
     from autotp.diagnostic import UnprovenPath as UnprovenPath
     from autotp.diagnostic import UsageError as UsageError
+    from autotp.dry_run import analyze as analyze
     from autotp.plan import Plan as Plan
     from autotp.plan import Rule as Rule
     from autotp.verification import Verification as Verification
@@ -72,7 +72,7 @@ _HOME = {
     "UnprovenPath": "autotp.diagnostic",
     "UsageError": "autotp.diagnostic",
     "Verification": "autotp.verification",
-    "analyze": "autotp.api",
+    "analyze": "autotp.dry_run",
     "convert": "autotp.checkpoint.convert",
     "from_pretrained": "autotp.checkpoint.load",
     "mappings": "autotp.mappings",

@@ -1,12 +1,8 @@
-"""The three calls that a user makes on a live model: analyze, shard, verify.
-
-`analyze` decides everything and touches nothing; `shard` and `verify` carry out what it decided.
-"""
+"""What a user does with a live model: shard it, or verify the plan. Both carry out what `decide` decided."""
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,54 +11,13 @@ from torch import nn
 
 from autotp.analysis import Analysis
 from autotp.comm import Group, group_of
-from autotp.decide import CHECKS, PlanLike, decide, named_plan
+from autotp.decide import decide
 from autotp.diagnostic import PlanError, UsageError
+from autotp.dry_run import PlanLike
 from autotp.rewrite.apply import apply
-from autotp.shapes import analyze_headers
 from autotp.verification import Verification, compare
 
-__all__ = ["analyze", "shard", "verify"]
-
-
-def analyze(
-    source: nn.Module | str | Path,
-    plan: PlanLike | None = None,
-    *,
-    tp: int,
-    inputs: Any = None,
-    check: str = "layouts",
-) -> Analysis:
-    """The dry run: what `plan` does to a model on `tp` ranks, and whether it is right. Touches nothing.
-
-    - `source`: a module (on any device, the meta device too), or a checkpoint folder, `.safetensors` file
-      or config.json. With `check="shapes"` a checkpoint is read by its headers alone.
-    - `plan`: a Plan, its rules as a dict, a path, the name of a shipped plan, or "auto": the shipped plan
-      of the model's type.
-    - `inputs`: samples for the trace: a tensor, a tuple of arguments, a dict of keyword arguments. Without
-      them they are made from the config, or found by trying what the layers take.
-
-    A bad plan is not raised, it is in `Analysis.diagnostics`. Raises PlanError for a plan that cannot be
-    read, CheckpointError for a checkpoint that cannot, UsageError for a call that cannot mean anything.
-
-    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    >>> analysis = analyze(mlp, {"0": "column", "2": "row"}, tp=2)
-    >>> analysis.ok, analysis.certainty
-    (True, 'layouts')
-    >>> analyze(mlp, {"0": "column"}, tp=2).diagnostics[0].code
-    'AT301'
-    """
-    if isinstance(source, nn.Module):
-        return decide(source, plan, tp=tp, inputs=inputs, check=check)
-    if check not in CHECKS:
-        raise UsageError(f"check is one of {', '.join(CHECKS)}, not {check!r}")
-    if not isinstance(source, (str, Path)):
-        raise UsageError(f"source is an nn.Module or a path, not {type(source).__name__}")
-    from autotp import hf
-
-    if check == "layouts":
-        return hf.prove(source, plan, tp=tp, inputs=inputs)
-    chosen, name = named_plan(plan, hf.model_type(source))
-    return analyze_headers(source, chosen, tp=tp, plan_name=name)
+__all__ = ["shard", "verify"]
 
 
 def shard(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,8 +10,8 @@ from torch import nn
 from autotp.analysis import LAYOUTS, Analysis, Collective
 from autotp.cost import collectives_of
 from autotp.diagnostic import Diagnostic, UsageError, errors
+from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
-from autotp.plan import Plan, as_plan, plan_for, shipped_plans
 from autotp.prove import Proof, prove
 from autotp.rewrite.apply import refuse_sharded
 from autotp.shapes import analyze_shapes
@@ -21,27 +19,7 @@ from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
 from autotp.trace.support import unsupported
 
-__all__ = ["CHECKS", "PlanLike", "decide", "named_plan"]
-
-PlanLike = Plan | Mapping[str, Any] | str | Path
-CHECKS = ("layouts", "shapes")
-
-
-def named_plan(plan: PlanLike | None, model_type: object) -> tuple[Plan, str]:
-    """The plan that is meant, and its name: "auto" and None mean the shipped plan of the model type.
-
-    Raises PlanError for a plan that cannot be read, UsageError when there is no shipped plan.
-    """
-    if plan is not None and plan != "auto":
-        return as_plan(plan), str(plan) if isinstance(plan, (str, Path)) else ""
-    found = plan_for(str(model_type)) if model_type else None
-    if found is None:
-        of = f"model type {model_type!r}" if model_type else "a model without a config"
-        raise UsageError(
-            f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}), and autotp does "
-            "not derive plans yet; pass plan= with its rules"
-        )
-    return found, str(model_type)
+__all__ = ["decide"]
 
 
 def decide(
@@ -51,8 +29,7 @@ def decide(
 
     Raises PlanError for a plan that cannot be read and UsageError for a call that cannot mean anything.
     """
-    if check not in CHECKS:
-        raise UsageError(f"check is one of {', '.join(CHECKS)}, not {check!r}")
+    check_name(check)
     if not isinstance(model, nn.Module):
         raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
     refuse_sharded(model)
@@ -68,7 +45,7 @@ def decide(
 
 def _proven(analysis: Analysis, proof: Proof) -> Analysis:
     first = analysis.inventory.aliases
-    findings = (*analysis.diagnostics, *proof.diagnostics)
+    findings = (*proof.diagnostics, *analysis.diagnostics)
     proven = not errors(findings)
     return replace(
         analysis,

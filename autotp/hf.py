@@ -17,8 +17,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from autotp.analysis import Analysis
-from autotp.decide import PlanLike, decide
+from autotp.decide import decide
 from autotp.diagnostic import CheckpointError, UsageError
+from autotp.dry_run import PlanLike
 
 __all__ = ["build", "config_folder", "model_type", "prove"]
 

@@ -85,7 +85,7 @@ def _prove_factory(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.cli.factory import build
 
     model, inputs = build(target)
-    from autotp.api import analyze
+    from autotp.dry_run import analyze
 
     config = getattr(model, "config", None)
     chosen = choose_plan(plan, {"model_type": getattr(config, "model_type", None)})

@@ -9,7 +9,6 @@ makes the subclass anew.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,13 +40,18 @@ def install(model: nn.Module, reads: Iterable[Read], aliases: Mapping[str, str],
             module.__dict__[_KEY] = (group, own)
 
 
-@lru_cache(maxsize=None)
+_MADE: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
 def _reading(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` in which `names` are read through their mappings."""
+    """The subclass of `base` in which `names` are read through their mappings; one for all instances."""
+    if (base, names) in _MADE:
+        return _MADE[base, names]
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     body["__reduce_ex__"] = _reduce
-    return type(base.__name__, (base,), body)
+    made = _MADE[base, names] = type(base.__name__, (base,), body)
+    return made
 
 
 def _reader(name: str) -> Any:
