@@ -4,7 +4,16 @@ Complete on their own, for models that are written with them from the start, and
 `autotp.shard` puts in place of a model's own.
 """
 
+from autotp.nn import functional
 from autotp.nn.embedding import ParallelEmbedding, VocabParallelEmbedding
 from autotp.nn.linear import ColumnParallelLinear, RowParallelLinear
+from autotp.nn.splitting import split
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "functional",
+    "split",
+]

@@ -1,4 +1,4 @@
-"""autotp.nn.split: each operation against the serial one, and an error for each wrong argument."""
+"""split: each operation against the serial one, and an error for each wrong argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from autotp import mappings
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
-from autotp.nn.split import split
+from autotp.nn import split
 from autotp.placement import Shard, deal
 from tests.test_mappings import randn
 from tests.test_nn_linear import close
