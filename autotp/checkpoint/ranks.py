@@ -83,7 +83,7 @@ class Ranks:
                     _refuse(
                         self.folder / MANIFEST, f"its digest of tensor {name!r} is not that of the shards"
                     )
-                raise self._damage(file, entry, rank)
+                raise self.damage(file, entry, rank)
 
     def damaged(self, file: Header, entry: Entry) -> list[int]:
         """The ranks whose part of a tensor has not the digest that the manifest tells."""
@@ -126,7 +126,8 @@ class Ranks:
         home = self.outputs[0].home
         return {name: regular_file(home, name) for name in self.manifest.companions}
 
-    def _damage(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
+    def damage(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
+        """The error for a rank's part that has not its digest."""
         path = self.headers[file.path.name][rank].path
         return CheckpointError(
             f"{path}: tensor {entry.name!r} of rank {rank} is damaged: its bytes have not the digest that "
