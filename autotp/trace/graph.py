@@ -21,11 +21,15 @@ __all__ = ["OPAQUE", "Output", "Trace", "TraceError", "Val", "tensors_in"]
 class TraceError(Exception):
     """The forward raised while it was recorded; `module` and `source` say where.
 
-    `dynamic` is True where the forward asked for the value of a tensor, which a recording does not have.
+    `dynamic` is True where the forward asked for the value of a tensor, which a recording does not have;
+    `ops` is how many ops had run.
     """
 
-    def __init__(self, message: str, module: str, source: Span | None, *, dynamic: bool = False) -> None:
+    def __init__(
+        self, message: str, module: str, source: Span | None, *, dynamic: bool = False, ops: int = 0
+    ) -> None:
         super().__init__(message)
+        self.ops = ops
         self.module = module
         self.source = source
         self.dynamic = dynamic
@@ -58,7 +62,8 @@ class Trace:
     number (`x.item()`) has the val None. `node.meta` holds
 
     - `val`: a `Val`, or a list of them
-    - `module`: the path of the innermost module, and `call`: its how-manieth call in this trace
+    - `module`: the path of the innermost module, and `call`: its how-manieth call in this trace; `stack`: the
+      same of every module around it, from the outside in
     - `source`: a `Span` of the model's code
     - `grads`: the input nodes that required a gradient when they were used
     - `mutates`: the input nodes that the op writes
@@ -66,14 +71,17 @@ class Trace:
       code of its own, which no trace shows, and inside of it `grads` is empty
     - on `get_attr`, `name` and `origin`: "parameter", "buffer", "constant" or "unknown".
 
-    `calls` says how often each module ran in the (last) forward, `stored` what the forward left on
-    attributes of modules, `opaque` the modules that were not looked into, `route` how the trace was made:
-    "recorder" or "export".
+    `entered` and `left` hold, for each module and each of its calls, the tensors that went in and came out:
+    (place among the arguments or in the result, node). `calls` says how often each module ran in the (last)
+    forward, `stored` what the forward left on attributes of modules, `opaque` the modules that were not
+    looked into, `route` how the trace was made: "recorder" or "export".
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     outputs: list[Output] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
+    entered: dict[str, list[list[tuple[str, fx.Node]]]] = field(default_factory=dict)
+    left: dict[str, list[list[tuple[str, fx.Node]]]] = field(default_factory=dict)
     stored: list[Output] = field(default_factory=list)
     opaque: tuple[str, ...] = ()
     route: str = "recorder"

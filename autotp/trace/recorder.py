@@ -151,6 +151,7 @@ if MISSING is None:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
                 call = self._counts[path] = self._counts.get(path, -1) + 1
+                self.trace.entered.setdefault(path, []).append(self._tensors((args, kwargs)))
                 self.stack.append((path, call))
                 try:
                     if before is not None:
@@ -158,6 +159,7 @@ if MISSING is None:
                     out = inner(*args, **kwargs)
                     if after is not None:
                         (out,) = self._replaced((out,), (self.paused(after, path, out),))
+                    self.trace.left.setdefault(path, []).append(self._tensors(out))
                     return out
                 except Exception as error:
                     if self._failed is None or self._failed[0] is not error:
@@ -167,6 +169,9 @@ if MISSING is None:
                     self.stack.pop()
 
             return forward
+
+        def _tensors(self, value: Any) -> list[tuple[str, fx.Node]]:
+            return [(name, self._node(tensor)) for name, tensor, _ in tensors_in(value)]
 
         def _replaced(self, old: tuple[Any, ...], new: tuple[Any, ...] | None) -> tuple[Any, ...]:
             """What a boundary put in the place of tensors takes their place in the graph."""
@@ -182,7 +187,9 @@ if MISSING is None:
             """Where the forward failed, in the words of the exception."""
             path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            return TraceError(text, path, error_span(error), dynamic=_is_dynamic(error))
+            return TraceError(
+                text, path, error_span(error), dynamic=_is_dynamic(error), ops=len(self.trace.ops())
+            )
 
         def paused(self, function: Callable[..., Any], *args: Any) -> Any:
             """Run what is no part of the model's forward."""
@@ -279,7 +286,13 @@ if MISSING is None:
             node = self.trace.graph.create_node("call_function", target, args, kwargs)
             path, call = self.stack[-1]
             node.meta.update(
-                module=path, call=call, source=caller_span(3), custom=self.custom, grads=needs, mutates=[]
+                module=path,
+                call=call,
+                stack=tuple(self.stack),
+                source=caller_span(3),
+                custom=self.custom,
+                grads=needs,
+                mutates=[],
             )
             return node
 

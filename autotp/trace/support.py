@@ -15,7 +15,7 @@ _QUANTISED = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "torchao", "hqq",
 
 
 def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
-    """A finding for each module whose weights are not plain tensors of its own, or whose forward is patched."""
+    """A finding for each module whose weights are no plain tensors of its own, or whose forward is patched."""
     if isinstance(module, torch.jit.ScriptModule):
         yield Diagnostic(
             "AT221", f"{type(module).__name__} is a ScriptModule: its forward cannot be traced or rewritten",
@@ -44,8 +44,8 @@ def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
             )  # fmt: skip
         if type(owner).__module__.partition(".")[0] in _QUANTISED:
             yield Diagnostic(
-                "AT224", f"{type(owner).__name__} holds quantised weights, which autotp cannot cut yet", module=path,
-                help=("shard the model before it is quantised",),
+                "AT224", f"{type(owner).__name__} holds quantised weights, which autotp cannot cut yet",
+                module=path, help=("shard the model before it is quantised",),
             )  # fmt: skip
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             plain = (torch.Tensor, nn.Parameter, nn.Buffer)
