@@ -24,7 +24,6 @@ from autotp.placement import (
     PARTIAL,
     REPLICATE,
     Deal,
-    Invariant,
     Layout,
     Partial,
     Replicate,
@@ -214,7 +213,8 @@ class _Recorded:
             for g, layout in zip(upstream, layouts, strict=True)
         ]
         found, back = [], []
-        said = f"{[op_name(n) for n in self.trace.ops()]} tp {tp} of {[str(_say(p)) for p in combination]} -> {[str(x) for x in layouts]}"
+        ops = [op_name(n) for n in self.trace.ops()]
+        said = f"{ops} tp {tp} of {[_say(p) for p in combination]} -> {[str(x) for x in layouts]}"
         for rank in range(tp):
             leaves = [
                 p[rank].detach().clone().requires_grad_(g)

@@ -26,7 +26,14 @@ def einsum(equation: str, *shapes: tuple[int, ...], few: int = 4, takes: Takes =
 
 CASES = {
     "linear": of(F.linear, (2, 5, 6), (9, 6), takes=((cut(2, 6), cut(1, 6)), (REPLICATE, cut(0, 9)), *SUM)),
-    "linear with bias": of(F.linear, (2, 6), (4, 6), (4,), few=4, takes=((REPLICATE, cut(0), cut(0)), (cut(0), REPLICATE, REPLICATE))),
+    "linear with bias": of(
+        F.linear,
+        (2, 6),
+        (4, 6),
+        (4,),
+        few=4,
+        takes=((REPLICATE, cut(0), cut(0)), (cut(0), REPLICATE, REPLICATE)),
+    ),
     "linear of a vector": of(F.linear, (6,), (9, 6)),
     "matmul": of(torch.matmul, (2, 6, 4), (2, 4, 6), few=4, takes=(*MIDDLE, *SUM, (cut(0), cut(0)))),
     "matmul with a matrix": of(torch.matmul, (2, 6, 4), (4, 6), few=4, takes=((cut(2), cut(0)), *SUM)),
@@ -44,7 +51,14 @@ CASES = {
     "vdot": of(torch.vdot, (6,), (6,)),
     "outer": of(torch.outer, (6,), (9,)),
     "ger": of(torch.ger, (6,), (9,)),
-    "addmm": of(torch.addmm, (9,), (4, 6), (6, 9), few=4, takes=((cut(0, 9), REPLICATE, cut(1, 9)), (PARTIAL, cut(1), cut(0)))),
+    "addmm": of(
+        torch.addmm,
+        (9,),
+        (4, 6),
+        (6, 9),
+        few=4,
+        takes=((cut(0, 9), REPLICATE, cut(1, 9)), (PARTIAL, cut(1), cut(0))),
+    ),
     "addmm, a column": of(torch.addmm, (4, 1), (4, 6), (6, 9), few=3),
     "addmv": of(torch.addmv, (6,), (6, 4), (4,), few=4),
     "addr": of(torch.addr, (6,), (4,), (6,), few=4),
@@ -61,8 +75,12 @@ CASES = {
     "einsum, a dim of one": einsum("ij,j->i", (6, 4), (1,)),
     "einsum, transposed": einsum("ij->ji", (6, 4)),
     "einsum, outer": einsum("i,j->ij", (6,), (4,)),
-    "embedding": Case(lambda w, i: F.embedding(i, w, padding_idx=0), (tensor(6, 4), torch.tensor([[0, 3, 1, 5], [2, 2, 0, 1]])), takes=((cut(1), INVARIANT), (PARTIAL, INVARIANT), (REPLICATE, cut(0)))),
-}  # fmt: skip
+    "embedding": Case(
+        lambda w, i: F.embedding(i, w, padding_idx=0),
+        (tensor(6, 4), torch.tensor([[0, 3, 1, 5], [2, 2, 0, 1]])),
+        takes=((cut(1), INVARIANT), (PARTIAL, INVARIANT), (REPLICATE, cut(0))),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,8 +112,15 @@ def heads(*shapes: tuple[int, ...]) -> Callable[[int], list[list[Placed]]]:
         found: list[list[Placed]] = []
         for shape in shapes:
             whole: list[Placed] = [(INVARIANT, True), (INVARIANT, False), (REPLICATE, True), (PARTIAL, True)]
-            fit = [Shard(d, deal(u, tp)) for d, n in enumerate(shape) for u in (tp, 3, n) if n % u == 0 and u >= tp]
-            groups = [Shard(1, deal(shape[1] // 2, tp), 2)] if shape[1] >= 2 * tp and shape[1] % 2 == 0 else []
+            fit = [
+                Shard(d, deal(u, tp))
+                for d, n in enumerate(shape)
+                for u in (tp, 3, n)
+                if n % u == 0 and u >= tp
+            ]
+            groups = (
+                [Shard(1, deal(shape[1] // 2, tp), 2)] if shape[1] >= 2 * tp and shape[1] % 2 == 0 else []
+            )
             found.append([*whole, *((s, True) for s in dict.fromkeys([*fit, *groups]))])
         return found
 
@@ -113,9 +138,13 @@ def attention(query: tuple[int, ...], key: tuple[int, ...], takes: Takes, **opti
 ATTENTION = {
     "plain": attention((2, 6, 3, 4), (2, 6, 3, 4), ((cut(1),) * 3, (cut(0),) * 3)),
     "causal": attention((2, 6, 3, 4), (2, 6, 3, 4), ((cut(1),) * 3,), is_causal=True, scale=0.3),
-    "grouped heads": attention((1, 12, 3, 2), (1, 6, 3, 2), ((cut(1),) * 3, (cut(1, 6),) * 3), enable_gqa=True),
+    "grouped heads": attention(
+        (1, 12, 3, 2), (1, 6, 3, 2), ((cut(1),) * 3, (cut(1, 6),) * 3), enable_gqa=True
+    ),
     "three kv heads": attention((1, 12, 2, 2), (1, 3, 2, 2), ((cut(1, 3),) * 3,), enable_gqa=True),
-    "one kv head": attention((1, 12, 2, 2), (1, 1, 2, 2), ((cut(1, 12), REPLICATE, REPLICATE),), enable_gqa=True),
+    "one kv head": attention(
+        (1, 12, 2, 2), (1, 1, 2, 2), ((cut(1, 12), REPLICATE, REPLICATE),), enable_gqa=True
+    ),
 }
 
 

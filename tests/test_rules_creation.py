@@ -40,5 +40,7 @@ def test_a_rank_s_part_is_its_part_of_the_whole(name: str) -> None:
 
 
 def test_a_pair_is_not_cut() -> None:
-    case = Case(torch.view_as_complex, (tensor(6, 2),), choices=lambda tp: [[(cut(1), True)]], tps=(2,), never=True)
+    case = Case(
+        torch.view_as_complex, (tensor(6, 2),), choices=lambda tp: [[(cut(1), True)]], tps=(2,), never=True
+    )
     assert hold(case).refused == 1

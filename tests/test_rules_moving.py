@@ -23,10 +23,12 @@ CASES = {
     "triu": Case(lambda x: x.triu(1), (tensor(3, 4, 4),), takes=((PARTIAL,), (cut(0, 3),))),
     "pad": Case(lambda x: F.pad(x, (1, 0)), X, takes=((PARTIAL,), (cut(0, 5),))),
     "pad by a number": Case(lambda x: F.pad(x, (1, 0), value=1.0), X, takes=((cut(0, 5),),)),
-    "pad by the border": Case(lambda x: F.pad(x, (1, 1), mode="replicate"), (tensor(2, 5, 6),), takes=((PARTIAL,),)),
+    "pad by the border": Case(
+        lambda x: F.pad(x, (1, 1), mode="replicate"), (tensor(2, 5, 6),), takes=((PARTIAL,),)
+    ),
     "crop": Case(lambda x: F.pad(x, (0, -1)), X, takes=((cut(0, 5),),)),
     "constant_pad_nd": Case(lambda x: torch.constant_pad_nd(x, (0, 2)), X, takes=((PARTIAL,), (cut(0, 5),))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,7 +23,9 @@ def x_of(function: Any, *inputs: torch.Tensor, **options: Any) -> Case:
 
 
 CASES = {
-    "sum": x_of(lambda x, y: x + y, X, ROW, takes=((PARTIAL, PARTIAL), (cut(1, 9), cut(0, 9)), (cut(0), REPLICATE))),
+    "sum": x_of(
+        lambda x, y: x + y, X, ROW, takes=((PARTIAL, PARTIAL), (cut(1, 9), cut(0, 9)), (cut(0), REPLICATE))
+    ),
     "sum in three groups": x_of(lambda x, y: x - y, tensor(5, 12), tensor(12)),
     "sum alpha": x_of(lambda x, y: torch.add(x, y, alpha=2), X, Y, takes=((PARTIAL, PARTIAL),)),
     "product": x_of(lambda x, y: x * y, tensor(6, 1, 9), tensor(12, 1), takes=((PARTIAL, REPLICATE),)),
@@ -35,7 +37,9 @@ CASES = {
     "one minus": x_of(lambda x: 1 - x),
     "comparison": x_of(lambda x, y: x < y, X, ROW, takes=((cut(0), INVARIANT),)),
     "chosen": x_of(torch.where, MASK, tensor(6, 4, seed=1), tensor(6, 1, seed=2), few=5),
-    "chosen of sums": x_of(torch.where, MASK, tensor(6, 4), tensor(6, 4), few=3, takes=((INVARIANT, PARTIAL, PARTIAL),)),
+    "chosen of sums": x_of(
+        torch.where, MASK, tensor(6, 4), tensor(6, 4), few=3, takes=((INVARIANT, PARTIAL, PARTIAL),)
+    ),
     "chosen or zero": x_of(lambda m, x: torch.where(m, x, 0.0), X > 0.7, Y, takes=((INVARIANT, PARTIAL),)),
     "chosen or one": x_of(lambda m, x: torch.where(m, x, 1.0), X > 0.7, Y),
     "masked": x_of(lambda x, m: x.masked_fill(m, 0.0), Y, X > 0.7, takes=((PARTIAL, INVARIANT),)),
@@ -46,10 +50,17 @@ CASES = {
     "filled": x_of(lambda x: x.clone().fill_(2)),
     "zeroed": x_of(lambda x: x.clone().zero_()),
     "empty": x_of(lambda x: torch.empty_like(x).fill_(1)),
+    "full": x_of(lambda x: torch.full_like(x, 3.0)),
     "zeros": x_of(lambda x: torch.zeros_like(x) + x),
     "cast": x_of(lambda x: x.to(torch.float32), tolerance=1e-5, takes=((PARTIAL,),)),
     "cast to whole numbers": x_of(lambda x: (x * 9).to(torch.int64)),
-    "cast like another": x_of(lambda x, y: x.to(y), COLUMN, tensor(9, dtype=torch.float32), tolerance=1e-5, takes=((PARTIAL, cut(0, 9)),)),
+    "cast like another": x_of(
+        lambda x, y: x.to(y),
+        COLUMN,
+        tensor(9, dtype=torch.float32),
+        tolerance=1e-5,
+        takes=((PARTIAL, cut(0, 9)),),
+    ),
     "type of another": x_of(lambda x, y: x.type_as(y), X, tensor(4, dtype=torch.float32), tolerance=1e-5),
     "no dropout": x_of(lambda x: F.dropout(x, 0.5, False), takes=((PARTIAL,),)),
     "clamp by tensors": x_of(lambda x, y: x.clamp(min=y), X, ROW),
@@ -69,15 +80,28 @@ CASES = {
     "arccosh": x_of(lambda x: (x + 1).arccosh()),
     "parts": x_of(lambda x: x.real * 2 + x.imag, COMPLEX, takes=((PARTIAL,),)),
 }
-_WHOLE_NUMBERS = ("bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__", "bitwise_left_shift",
-                  "bitwise_right_shift", "__lshift__", "__rshift__", "bitwise_not")  # fmt: skip
+_WHOLE_NUMBERS = (
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "__and__",
+    "__or__",
+    "__xor__",
+    "bitwise_left_shift",
+    "bitwise_right_shift",
+    "__lshift__",
+    "__rshift__",
+    "bitwise_not",
+)
 
 
 def _plain(name: str) -> Case | None:
     """An op of one or two tensors and nothing else."""
     op = getattr(torch.ops.aten, name)
     kind = torch.int64 if name in _WHOLE_NUMBERS else f64
-    x, y = ((tensor(*shape) * 0.8).to(kind) for shape in ((6, 9), (9,)))  # 0.16…0.96: where logit and asin are defined
+    x, y = (
+        (tensor(*shape) * 0.8).to(kind) for shape in ((6, 9), (9,))
+    )  # 0.16…0.96: where logit and asin are defined
     for inputs in ((x,), (x, y)):
         try:
             op(*inputs)
@@ -89,8 +113,28 @@ def _plain(name: str) -> Case | None:
     return None
 
 
-_SPELLED = ("imag", "_conj", "dropout", "requires_grad", "type_as", "acosh", "arccosh", "copy", "clip", "clamp", "clamp_min", "clamp_max",
-            "threshold", "fill", "addcmul", "addcdiv", "lerp", "masked_fill", "where", "empty_like", "full_like")  # fmt: skip
+_SPELLED = (
+    "imag",
+    "_conj",
+    "dropout",
+    "type_as",
+    "acosh",
+    "arccosh",
+    "copy",
+    "clip",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "threshold",
+    "fill",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "masked_fill",
+    "where",
+    "empty_like",
+    "full_like",
+)
 PLAIN = {name: _plain(name) for name in sorted(POINTWISE) if name not in _SPELLED}
 
 

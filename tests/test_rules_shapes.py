@@ -16,12 +16,27 @@ def view(source: tuple[int, ...], *shape: int) -> Case:
 
 
 VIEWS = [
-    view((6, 6), 2, 3, 6), view((6, 6), 36), view((36,), 6, 6), view((3, 12), 3, 2, 6), view((3, 12), 3, 4, 3),
-    view((2, 9), 2, 3, 3), view((2, 3, 6), 6, 6), view((2, 3, 6), 2, 18), view((4, 6), 2, 12), view((4, 6), 3, 8),
-    view((12,), 1, 12, 1), view((5, 2, 6), 10, 6), view((5, 12), 5, 1, 12), view((2, 2, 6), 2, 12),
-    view((2, 12), 4, 6), view((2, 2, 3, 6), 2, 6, 6), view((16,), 2, 8), view((1, 16), 1, 2, 8),
-    view((3, 12), 3, -1, 6), view((3, 12), -1, 6),
-]  # fmt: skip
+    view((6, 6), 2, 3, 6),
+    view((6, 6), 36),
+    view((36,), 6, 6),
+    view((3, 12), 3, 2, 6),
+    view((3, 12), 3, 4, 3),
+    view((2, 9), 2, 3, 3),
+    view((2, 3, 6), 6, 6),
+    view((2, 3, 6), 2, 18),
+    view((4, 6), 2, 12),
+    view((4, 6), 3, 8),
+    view((12,), 1, 12, 1),
+    view((5, 2, 6), 10, 6),
+    view((5, 12), 5, 1, 12),
+    view((2, 2, 6), 2, 12),
+    view((2, 12), 4, 6),
+    view((2, 2, 3, 6), 2, 6, 6),
+    view((16,), 2, 8),
+    view((1, 16), 1, 2, 8),
+    view((3, 12), 3, -1, 6),
+    view((3, 12), -1, 6),
+]
 
 
 def sections(source: tuple[int, ...], dim: int, *shape: int) -> Case:
@@ -34,13 +49,22 @@ def sections(source: tuple[int, ...], dim: int, *shape: int) -> Case:
     ]
     cut_head = Shard(dim, sections=((unit + 1, None), (4 * unit - 1, deal(4 * unit - 1, 2))))
     choices: Callable[[int], list[list[Placed]]] = lambda tp: [[(s, True) for s in (*by_head, cut_head)]]  # noqa: E731
-    return Case(lambda x: x.view(shape), (tensor(*source),), tps=(2,), choices=choices, takes=tuple((s,) for s in by_head))
+    return Case(
+        lambda x: x.view(shape),
+        (tensor(*source),),
+        tps=(2,),
+        choices=choices,
+        takes=tuple((s,) for s in by_head),
+    )
 
 
 SECTIONS = [
-    sections((2, 20), 1, 2, 5, 4), sections((2, 5, 4), 1, 2, 20), sections((1, 5, 4), 1, 1, 1, 20),
-    sections((3, 20), 1, 3, 1, 20), sections((2, 3, 20), 2, 6, 20),
-]  # fmt: skip
+    sections((2, 20), 1, 2, 5, 4),
+    sections((2, 5, 4), 1, 2, 20),
+    sections((1, 5, 4), 1, 1, 1, 20),
+    sections((3, 20), 1, 3, 1, 20),
+    sections((2, 3, 20), 2, 6, 20),
+]
 
 CASES = {
     "reshape": Case(lambda x: x.transpose(0, 1).reshape(6, 12), (tensor(6, 3, 4),)),
@@ -72,23 +96,32 @@ CASES = {
     "expand": Case(lambda x: x.expand(5, 6, 4), (tensor(6, 1),)),
     "expand, -1": Case(lambda x: x.expand(6, -1, 4), (tensor(6, 1),)),
     "broadcast_to": Case(lambda x: x.broadcast_to(5, 6, 4), (tensor(6, 1),)),
-    "expand_as": Case(lambda x, y: x.expand_as(y), (tensor(6, 1), tensor(6, 9)), takes=((cut(0), cut(0)), (PARTIAL, INVARIANT))),
+    "expand_as": Case(
+        lambda x, y: x.expand_as(y),
+        (tensor(6, 1), tensor(6, 9)),
+        takes=((cut(0), cut(0)), (PARTIAL, INVARIANT)),
+    ),
     "expand_as, more dims": Case(lambda x, y: x.expand_as(y), (tensor(9), tensor(6, 9))),
     "repeat": Case(lambda x: x.repeat(2, 1, 3), (tensor(6, 4),)),
     "tile": Case(lambda x: x.tile(2), (tensor(3, 6),)),
     "repeat_interleave": Case(lambda x: x.repeat_interleave(2, -2), (tensor(2, 6, 2),)),
     "repeat_interleave, flat": Case(lambda x: x.repeat_interleave(2), (tensor(6, 2),)),
-    "repeat_interleave, size given": Case(lambda x: torch.repeat_interleave(x, 2, dim=0, output_size=12), (tensor(6, 2),)),
-    "repeat_interleave by a tensor": Case(lambda x, n: torch.repeat_interleave(x, n, dim=0, output_size=6), (tensor(3, 4), torch.tensor([1, 2, 3]))),
-}  # fmt: skip
+    "repeat_interleave, size given": Case(
+        lambda x: torch.repeat_interleave(x, 2, dim=0, output_size=12), (tensor(6, 2),)
+    ),
+    "repeat_interleave by a tensor": Case(
+        lambda x, n: torch.repeat_interleave(x, n, dim=0, output_size=6),
+        (tensor(3, 4), torch.tensor([1, 2, 3])),
+    ),
+}
 
 
-@pytest.mark.parametrize("case", VIEWS, ids=lambda c: "{}".format(list(c.inputs[0].shape)))
+@pytest.mark.parametrize("case", VIEWS, ids=lambda c: f"{list(c.inputs[0].shape)}")
 def test_views(case: Case) -> None:
     hold(case)
 
 
-@pytest.mark.parametrize("case", SECTIONS, ids=lambda c: "{}".format(list(c.inputs[0].shape)))
+@pytest.mark.parametrize("case", SECTIONS, ids=lambda c: f"{list(c.inputs[0].shape)}")
 def test_views_of_unequal_sections_keep_whole_units(case: Case) -> None:
     tally = hold(case)
     assert len(tally.taken) <= 4
@@ -102,5 +135,11 @@ def test_the_same_elements_in_another_shape(name: str) -> None:
 def test_a_head_is_never_cut_whatever_number_was_dealt() -> None:
     # 16 features over 4 ranks, seen as 2 heads of 8: two ranks would share each head.
     by_four: Layout = Shard(1, Deal(4, tuple((r, r + 1) for r in range(4)), declared=4))
-    case = Case(lambda x: x.view(3, 2, 8), (tensor(3, 16),), tps=(4,), choices=lambda tp: [[(by_four, True)]], never=True)
+    case = Case(
+        lambda x: x.view(3, 2, 8),
+        (tensor(3, 16),),
+        tps=(4,),
+        choices=lambda tp: [[(by_four, True)]],
+        never=True,
+    )
     assert hold(case).refused == 1

@@ -16,7 +16,12 @@ PAIR = (tensor(2, 6), tensor(2, 6, seed=1))
 HALVES = cut(1, 2, groups=2)
 
 
-def of(function: Callable[..., object], *inputs: torch.Tensor, takes: tuple[tuple[Layout, ...], ...] = (), never: bool = False) -> Case:
+def of(
+    function: Callable[..., object],
+    *inputs: torch.Tensor,
+    takes: tuple[tuple[Layout, ...], ...] = (),
+    never: bool = False,
+) -> Case:
     return Case(function, inputs or (X,), takes=takes, never=never)
 
 
@@ -27,7 +32,9 @@ CASES = {
     "last third": of(lambda x: x[..., -4:], takes=((cut(1, 2, groups=3),),)),
     "middle third": of(lambda x: x[..., 4:8], takes=((cut(1, 2, groups=3),),)),
     "every second": of(lambda x: x[..., ::2], takes=((cut(1),), (cut(1, 3),), (cut(1, groups=3),))),
-    "every second from the first": of(lambda x: x[..., 1::2], takes=((cut(1),), (cut(1, 3),), (cut(1, groups=3),))),
+    "every second from the first": of(
+        lambda x: x[..., 1::2], takes=((cut(1),), (cut(1, 3),), (cut(1, groups=3),))
+    ),
     "every third": of(lambda x: x[..., 1::3], takes=((cut(1, 4),),)),
     "every second of an odd dim": of(lambda x: x[..., 1::2], tensor(5, 9)),
     "every second, counted from the end": of(lambda x: x[..., -2::2]),
@@ -59,14 +66,20 @@ CASES = {
     "glu": of(lambda x: F.glu(x, -1), takes=((HALVES,),)),
     "glu elsewhere": of(lambda x: F.glu(x, 0), tensor(4, 9)),
     "cat": of(lambda x, y: torch.cat((x, y), -1), *PAIR, takes=((cut(1), cut(1, 6)), (PARTIAL, PARTIAL))),
-    "cat of unequal ones": of(lambda x, y: torch.cat((x, y), -1), tensor(2, 6), tensor(2, 4), takes=((cut(1, 3), cut(1)),)),
-    "cat elsewhere": of(lambda x, y: torch.cat((x, y), 0), tensor(2, 6), tensor(4, 6), takes=((cut(1), cut(1)),)),
-    "cat after nothing": of(lambda x, y: torch.cat((x, y), 0), tensor(0), tensor(4, 6), takes=((INVARIANT, cut(1)),)),
+    "cat of unequal ones": of(
+        lambda x, y: torch.cat((x, y), -1), tensor(2, 6), tensor(2, 4), takes=((cut(1, 3), cut(1)),)
+    ),
+    "cat elsewhere": of(
+        lambda x, y: torch.cat((x, y), 0), tensor(2, 6), tensor(4, 6), takes=((cut(1), cut(1)),)
+    ),
+    "cat after nothing": of(
+        lambda x, y: torch.cat((x, y), 0), tensor(0), tensor(4, 6), takes=((INVARIANT, cut(1)),)
+    ),
     "cat with a dim of one": of(lambda x, y: torch.cat((x, y), 0), tensor(3, 1), tensor(3, 1)),
     "concat": of(lambda x, y: torch.concat((x, y), -2), tensor(3, 6, 1), tensor(3, 3, 1)),
     "concatenate": of(lambda x, y: torch.concatenate((x, y), 1), *PAIR),
     "stack": of(lambda x, y: torch.stack((x, y), 1), *PAIR, takes=((cut(1), cut(1)), (PARTIAL, PARTIAL))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +88,14 @@ def test_a_rank_s_part_is_its_part_of_the_whole(name: str) -> None:
 
 
 def given(function: Callable[..., object], size: int, *cuts: Shard, never: bool = False) -> Case:
-    return Case(function, (tensor(3, size),), tps=(2,), choices=lambda tp: [[(s, True) for s in cuts]], takes=() if never else tuple((s,) for s in cuts), never=never)
+    return Case(
+        function,
+        (tensor(3, size),),
+        tps=(2,),
+        choices=lambda tp: [[(s, True) for s in cuts]],
+        takes=() if never else tuple((s,) for s in cuts),
+        never=never,
+    )
 
 
 def test_equal_pieces_in_any_number() -> None:
@@ -83,7 +103,7 @@ def test_equal_pieces_in_any_number() -> None:
 
 
 def test_a_split_by_one_number_into_parts_that_shrink_differently() -> None:
-    # 5 + 5 + 2 elements: with 3 + 3 + 1 of them a rank's split(5) or split(3) borders elsewhere, or not by luck.
+    # Of 5 + 5 + 2 elements a rank has 3 + 3 + 1 or 2 + 2 + 1, and no split(5) gives that.
     by_rank = Shard(1, sections=((5, deal(5, 2)), (5, deal(5, 2)), (2, deal(2, 2))))
     hold(given(lambda x: x.split(5, -1), 12, by_rank, never=True))
     hold(given(lambda x: x.split([5, 5, 2], -1), 12, by_rank))

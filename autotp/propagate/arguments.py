@@ -118,7 +118,7 @@ def _groups(name: str, places: int) -> Callable[[Local, Any], Any]:
     """Depthwise convolutions and group norms: as many groups as the rank's channels make."""
 
     def expect(local: Local, got: Any) -> Any:
-        groups = local.arguments.get(name)
+        groups: int = local.arguments[name]
         channels = len(local.source) - 1 - places if places else 1
         if not isinstance(local.layout, Shard) or local.layout.dim != channels or groups == 1:
             return groups

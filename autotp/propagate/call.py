@@ -10,7 +10,17 @@ from torch import fx
 
 from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard, describe
 
-__all__ = ["Call", "Conflict", "Value", "counted_once", "held_twice", "needs_copy", "normal_dim", "not_partial", "over"]
+__all__ = [
+    "Call",
+    "Conflict",
+    "Value",
+    "counted_once",
+    "held_twice",
+    "needs_copy",
+    "normal_dim",
+    "not_partial",
+    "over",
+]
 
 
 @dataclass(frozen=True)

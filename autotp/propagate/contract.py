@@ -1,4 +1,4 @@
-"""Layout rules of ops that multiply and sum: matmul and its kin, einsum, attention, embedding.
+"""Layout rules of ops that multiply and sum: matmul and its kin, einsum, embedding.
 
 Every product is told in letters, as einsum has it: a letter for each dim of each operand, the letters that
 the result keeps, the others summed. One rule (`product`) then serves all: matmul is `...mk,...kn->...mn`.
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotp.placement import PARTIAL, REPLICATE, Layout
-from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy, not_partial, over
+from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy, over
 from autotp.propagate.pointwise import align
 
-__all__ = ["CONTRACTIONS", "product"]
+__all__ = ["CONTRACTIONS", "added", "free", "product"]
 
 Letters = Sequence[str | int]  # one for each dim; batch dims are numbers, counted from the back
 Operand = tuple[Value, Letters]
@@ -67,7 +67,7 @@ def _of_a_sum(call: Call, partial: Value, others: Sequence[Value]) -> Layout:
                 blame=(partial,),
                 notes=(f"{partial}", f"{other}"),
             )
-        _free(call, other, partial)
+        free(call, other, partial)
     return PARTIAL
 
 
@@ -87,10 +87,11 @@ def _meets(
         else:
             message = f"{call.name} sums over a dim that is sharded in {first.name} and whole in {value.name}"
         raise Conflict("AT306", message, blame=(first,), notes=(f"{first}", f"{value}"))
-    _free(call, value, first)
+    free(call, value, first)
 
 
-def _free(call: Call, value: Value, other: Value) -> None:
+def free(call: Call, value: Value, other: Value) -> None:
+    """Raise if a whole value beside one that is not would get a part of its gradient on each rank."""
     if value.grad and value.layout != REPLICATE and call.differentiable:
         raise needs_copy(call, value, other)
 
@@ -118,12 +119,10 @@ def _sides(
     first: Value, second: Value, rank: int
 ) -> tuple[list[str | int], list[str | int], list[str | int]]:
     """The letters of a matmul's operands and result; a vector has only the summed dim."""
-    batch = list(range(-rank, 0))
     left: list[str | int] = ["k"] if first.rank == 1 else [*_numbers(first), "m", "k"]
     right: list[str | int] = ["k"] if second.rank == 1 else [*_numbers(second), "k", "n"]
-    kept: list[str | int] = ["m"] * (first.rank > 1) + ["n"] * (second.rank > 1)
-    count = rank - len(kept)
-    return left, right, [*batch[len(batch) - count :], *kept] if count else kept
+    kept = ["m"] * (first.rank > 1) + ["n"] * (second.rank > 1)
+    return left, right, [*range(len(kept) - rank, 0), *kept]
 
 
 def _numbers(value: Value) -> list[str | int]:
@@ -213,70 +212,12 @@ def _tensordot(call: Call) -> Layout:
     return product(call, [(first, left), (second, right)], [x for x in (*left, *right) if x not in summed])
 
 
-# -- attention
-
-
-def _attention(call: Call) -> Layout:
-    query, key, value = call["query"], call["key"], call["value"]
-    mask = call["attn_mask"]
-    not_partial(call)
-    sharded = [v for v in (query, key, value) if v.shard is not None]
-    whole = [v for v in (query, key, value) if v.shard is None]
-    if not sharded:
-        raise Conflict(
-            "AT306", f"{call.name}: the mask is sharded, query, key and value are whole", blame=(mask,)
-        )
-    first = sharded[0]
-    assert first.shard is not None
-    if any(v.shard != first.shard for v in sharded):
-        raise Conflict(
-            "AT307",
-            f"{call.name}: query, key and value are cut differently over the ranks",
-            blame=tuple(sharded),
-            notes=tuple(str(v) for v in (query, key, value)),
-        )
-    if first.shard.dim >= first.rank - 2:
-        raise over(call, first)
-    if whole and not (
-        whole == [key, value] and all(v.shape[-3] == 1 and first.shard.dim == v.rank - 3 for v in whole)
-    ):
-        raise Conflict(
-            "AT306",
-            f"{call.name}: {first.name} holds its own part of dim {first.shard.dim} on each rank, "
-            f"{' and '.join(v.name for v in whole)} every element of it: heads would be paired wrongly",
-            blame=tuple(sharded),
-            notes=tuple(str(v) for v in (query, key, value)),
-        )
-    for one in whole:  # one key and value head serves every query head
-        _free(call, one, first)
-    return first.shard if mask is None else _masked(call, first, mask)
-
-
-def _masked(call: Call, first: Value, mask: Value) -> Layout:
-    assert first.shard is not None
-    dim = first.shard.dim - (first.rank - mask.rank)
-    if mask.shard is not None and (mask.shard.dim != dim or not mask.shard.same_cut(first.shard)):
-        raise Conflict(
-            "AT307", f"{call.name}: the mask is cut differently from the query", blame=(mask, first)
-        )
-    if mask.whole:
-        if dim >= 0 and mask.shape[dim] != 1:
-            raise Conflict(
-                "AT306",
-                f"{call.name}: the mask {mask.name} is whole, with {mask.shape[dim]} elements on the dim that "
-                f"is sharded in {first.name}",
-                blame=(first,),
-                notes=(f"{first}", f"{mask}"),
-            )
-        _free(call, mask, first)
-    return first.shard
-
-
 def _embedding(call: Call) -> Layout:
-    weight, indices = call["weight"], call["indices"]
+    weight: Value = call["weight"]
+    indices: Value = call["indices"]
     if weight.whole and indices.shard is not None:
         # Each rank looks up its own ids; a whole table then needs its gradient summed.
-        _free(call, weight, indices)
+        free(call, weight, indices)
         return indices.shard
     if indices.whole and weight.partial:
         return PARTIAL
@@ -292,6 +233,5 @@ CONTRACTIONS = {
     **dict.fromkeys(["outer", "ger"], _outer),
     "einsum": _einsum,
     "tensordot": _tensordot,
-    "scaled_dot_product_attention": _attention,
     "embedding": _embedding,
 }

@@ -22,7 +22,9 @@ def _convolution(call: Call) -> Layout:
     inside, filters, result = _letters(call, value.shape[front - 1], weight.shape[0])
     batch, places = "b" * (front - 1), weight.rank - 2
     # The places of the input and of the filter have letters of their own, which nothing shares.
-    found = product(call, [(value, batch + inside + "x" * places), (weight, filters + "w" * places)], batch + result)
+    found = product(
+        call, [(value, batch + inside + "x" * places), (weight, filters + "w" * places)], batch + result
+    )
     return added(call, found, None if bias is None else _beside_places(bias, places), value)
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from autotp.match import Matches, Placed
 from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard
+from autotp.propagate.attention import ATTENTION
 from autotp.propagate.call import Call, Conflict, Value
 from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.convolution import CONVOLUTIONS
@@ -27,6 +28,7 @@ from autotp.propagate.moving import MOVING
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.reads import Read, solve
 from autotp.propagate.reductions import REDUCTIONS
+from autotp.propagate.regions import Region, border, regions_for
 from autotp.propagate.shapes import SHAPES
 from autotp.propagate.splitting import SPLITTING
 from autotp.trace.recorder import Trace, Val
@@ -40,6 +42,7 @@ RULES: dict[str, Rule] = {
     **SPLITTING,
     **MOVING,
     **CONTRACTIONS,
+    **ATTENTION,
     **CONVOLUTIONS,
     **EXPERTS,
     **REDUCTIONS,
@@ -48,7 +51,8 @@ RULES: dict[str, Rule] = {
 }
 
 
-_SOLVABLE = ("AT305", "AT306")  # a whole value meets a shard
+_READABLE = ("AT305", "AT306")  # a whole value meets a shard
+_REGIONAL = ("AT305", "AT306", "AT310", "AT311")  # or a partial sum is used
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Propagation:
     cuts: dict[str, Shard]
     aliases: Mapping[str, str]
     reads: dict[str, Read] = field(default_factory=dict)
-    wanted: list[Read] = field(default_factory=list)
+    regions: dict[str, Region] = field(default_factory=dict)
+    wanted: list[Read | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -129,20 +134,26 @@ def propagate(
     aliases: Mapping[str, str],
     kinds: Mapping[str, str],
     reads: Mapping[str, Read],
+    regions: Mapping[str, Region],
 ) -> Propagation:
     """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
 
     `aliases` maps each further name of a shared tensor to its first name, under which `cuts` holds it;
-    `kinds` maps a tensor to the kind of the module that owns it. Starts from the `reads` that are known,
-    and adds those that resolve a conflict.
+    `kinds` maps a tensor to the kind of the module that owns it. Starts from the `reads` and `regions` that
+    are known, and adds those that resolve a conflict.
     """
-    known = dict(reads)
+    known, around = dict(reads), dict(regions)
     while True:
-        result = _Engine(Propagation(trace, matches, dict(cuts), aliases, dict(known)), kinds).run()
-        new = {read.name: read for read in result.wanted if read.name not in known}
-        if not new:
+        start = Propagation(trace, matches, dict(cuts), aliases, dict(known), dict(around))
+        result = _Engine(start, kinds).run()
+        before = (dict(known), dict(around))
+        for wanted in result.wanted:
+            if isinstance(wanted, Read):
+                known.setdefault(wanted.name, wanted)
+            else:
+                around[wanted.path] = around.get(wanted.path, wanted) | wanted
+        if (known, around) == before:
             return result
-        known |= new
 
 
 class _Engine:
@@ -221,8 +232,7 @@ class _Engine:
             self._set(node, layouts, frozenset() if whole else origins, op=computed)
         except Conflict as conflict:
             self._find(node, conflict, origins)
-            if conflict.code in _SOLVABLE:
-                self.result.wanted += solve(node, self.result.layouts, self._attempt, self.kinds)
+            self.result.wanted += self._remedies(node, conflict)
         except Exception as error:
             unknown = Conflict(
                 "AT304",
@@ -230,6 +240,16 @@ class _Engine:
                 notes=(f"{type(error).__name__}: {error}",),
             )
             self._find(node, unknown, origins)
+
+    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Region]:
+        """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
+        found: list[Read | Region] = []
+        if conflict.code in _READABLE and node.op != "output":
+            found += solve(node, self.result.layouts, self._attempt, self.kinds)
+        if not found and conflict.code in _REGIONAL:
+            free = self.result.cuts.keys() - self.owners.keys()
+            found += regions_for(node, self.result.trace, self.result.layouts, self.origins, free)
+        return found
 
     def _find(self, node: fx.Node, conflict: Conflict, origins: frozenset[str]) -> None:
         blamed = [o for value in conflict.blame for o in sorted(value.origins)]
@@ -254,10 +274,24 @@ class _Engine:
                 notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
                 help=(f"leave {owner.path} whole, or call the layer itself",),
             )
+        self._traced_backward(call)
         layouts = self._rule(call)
         self._random(call, layouts[0])
         self._written(call, layouts[0])
         return layouts, layouts
+
+    def _traced_backward(self, call: Call) -> None:
+        """An autograd.Function has a backward of its own, which no trace shows."""
+        custom = call.node.meta.get("custom")
+        bound = [v for v in call.values if v.layout != INVARIANT]
+        if custom and bound:
+            raise Conflict(
+                "AT323",
+                f"{call.name} runs inside of {custom}, an autograd.Function, on a value that is not whole: "
+                "its backward is not traced, so its gradients cannot be proven",
+                blame=(bound[0],),
+                notes=(f"{bound[0]}",),
+            )
 
     def _attempt(self, node: fx.Node, overrides: Mapping[fx.Node, Layout]) -> list[Layout]:
         """What the op's rule says when some of its inputs had other layouts."""
@@ -295,7 +329,7 @@ class _Engine:
 
         def value(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
-                made = self._value(argument, grad=argument in grads)
+                made = self._value(argument, node, grad=argument in grads)
                 values.append(made)
                 return made
             if isinstance(argument, (list, tuple)):
@@ -309,12 +343,15 @@ class _Engine:
         )
         return Call(node, op_name(node), arguments, results, tuple(values))
 
-    def _value(self, node: fx.Node, *, grad: bool) -> Value:
+    def _seen(self, node: fx.Node, reader: fx.Node | None) -> Layout:
+        return border(self.result.trace, self.result.regions, node, self.result.layouts[node][0], reader)
+
+    def _value(self, node: fx.Node, reader: fx.Node | None, *, grad: bool) -> Value:
         val: Val = node.meta["val"]
         return Value(
             node,
             val.shape,
-            self.overrides.get(node, self.result.layouts[node][0]),
+            self.overrides.get(node, self._seen(node, reader)),
             grad,
             _spoken(node),
             self.origins[node],
@@ -458,9 +495,9 @@ class _Engine:
     def _outputs(self) -> None:
         for output in self.result.trace.outputs:
             layouts = self.result.layouts.get(output.node)
-            if layouts is None or output.cached or _same(layouts[0]):
+            if layouts is None or output.cached or _same(self._seen(output.node, None)):
                 continue
-            value = self._value(output.node, grad=False)
+            value = self._value(output.node, None, grad=False)
             if isinstance(layouts[0], Partial):
                 what = "a sum whose parts are still on the ranks"
             else:
@@ -473,6 +510,8 @@ class _Engine:
                 notes=(f"{value}",),
             )
             self._find(output.node, conflict, self.origins[output.node])
+            end = next(n for n in self.result.trace.graph.nodes if n.op == "output")
+            self.result.wanted += self._remedies(end, conflict)
 
 
 _LAYERS: dict[str, Callable[[_Engine, Call, Placed], tuple[list[Layout], list[Layout]]]] = {

@@ -21,7 +21,7 @@ def _grouped(call: Call) -> Layout:
     if rows.rank != 2 or weight.rank != 3 or not ends.whole or call["bias"] is not None:
         raise Conflict(
             "AT304",
-            f"{call.name} of {list(rows.shape)} and {list(weight.shape)}: its layout rule knows rows of whole experts",
+            f"{call.name} of {list(rows.shape)} and {list(weight.shape)} has no rule here",
             blame=tuple(v for v in call.values if not v.whole),
         )
     for value, dims in ((rows, {0}), (weight, {0})):

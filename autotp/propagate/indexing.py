@@ -23,7 +23,11 @@ def _places(call: Call) -> list[Value]:
     indices = [i for i in call["indices"] if i is not None]
     _whole_places(call, indices)
     if any(i.mask for i in indices):
-        raise Conflict("AT304", f"{call.name} by a mask, of a sharded value", blame=tuple(v for v in call.values if not v.whole))
+        raise Conflict(
+            "AT304",
+            f"{call.name} by a mask, of a sharded value",
+            blame=tuple(v for v in call.values if not v.whole),
+        )
     return indices
 
 
@@ -54,7 +58,8 @@ def _index(call: Call) -> Layout:
 
 def _index_put(call: Call) -> Layout:
     """Rows written at whole positions: the rows are cut like what they are written into."""
-    value, rows = call["self"], call["values"]
+    value: Value = call["self"]
+    rows: Value = call["values"]
     places = _places(call)
     if value.partial and rows.partial:
         return value.layout
@@ -88,8 +93,8 @@ def _other_cut(call: Call, rows: Value, value: Value) -> Conflict:
 
 
 def _index_select(call: Call) -> Layout:
-    value, places = call["self"], call["index"]
-    _whole_places(call, [places])
+    value: Value = call["self"]
+    _whole_places(call, [call["index"]])
     if value.shard is not None and normal_dim(call["dim"], value.rank) == value.shard.dim:
         raise over(call, value)
     return value.layout
@@ -112,7 +117,11 @@ def _index_add(call: Call) -> Layout:
 def _fresh_zeros(call: Call, value: Value) -> bool:
     """Zeros that nothing has written to or looked at yet: this call is the first that uses them."""
     made = getattr(getattr(value.node.target, "_schema", None), "name", "")
-    return value.whole and made in ("aten::zeros", "aten::zeros_like", "aten::new_zeros") and next(iter(value.node.users)) is call.node
+    return (
+        value.whole
+        and made in ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
+        and next(iter(value.node.users)) is call.node
+    )
 
 
 def _elementwise_places(call: Call) -> Layout:
@@ -128,8 +137,8 @@ def _elementwise_places(call: Call) -> Layout:
         if other.rank != value.rank or other.shape[dim] != value.shape[dim]:
             raise Conflict(
                 "AT304",
-                f"{call.name} with {other.shape[dim] if other.rank == value.rank else 'no'} elements of {other.name} "
-                f"for the {value.shape[dim]} of a sharded dim",
+                f"{call.name} of values whose sharded dim is not equally long: "
+                f"{list(value.shape)} and {list(other.shape)}",
                 blame=(first,),
                 notes=(f"{value}", f"{other}"),
             )
@@ -139,7 +148,9 @@ def _elementwise_places(call: Call) -> Layout:
 def _one_hot(call: Call) -> Layout:
     value: Value = call["self"]
     if value.shard is None or call["num_classes"] < 0:
-        raise Conflict("AT304", f"{call.name} of a value that is not whole, without num_classes", blame=(value,))
+        raise Conflict(
+            "AT304", f"{call.name} of a value that is not whole, without num_classes", blame=(value,)
+        )
     return value.shard
 
 

@@ -11,25 +11,26 @@ __all__ = ["POINTWISE", "align", "elementwise", "expand_as"]
 
 # fmt: off
 _ONE = [
-    "abs", "absolute", "acos", "acosh", "alias", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctanh", "asin", "asinh",
-    "atan", "atanh", "bitwise_not", "ceil", "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone",
-    "conj", "_conj", "conj_physical", "contiguous", "cos", "cosh", "deg2rad", "detach", "dropout", "elu",
-    "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "fill", "floor", "frac", "gelu", "hardshrink",
-    "hardsigmoid", "hardswish", "hardtanh", "imag", "isfinite", "isinf", "isnan", "isneginf", "isposinf",
-    "isreal", "leaky_relu", "lift_fresh", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_not",
-    "logit", "mish", "nan_to_num", "neg", "negative", "positive", "rad2deg", "real", "reciprocal", "relu",
-    "relu6", "requires_grad", "resolve_conj", "resolve_neg", "round", "rsqrt", "selu", "sgn", "sigmoid",
-    "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sqrt", "square",
-    "tan", "tanh", "threshold", "to", "_to_copy", "trunc", "type_as", "zero",
+    "abs", "absolute", "acos", "acosh", "alias", "angle", "arccos", "arccosh", "arcsin", "arcsinh",
+    "arctan", "arctanh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "clamp",
+    "clamp_max", "clamp_min", "clip", "clone", "_conj", "conj", "conj_physical", "contiguous", "cos",
+    "cosh", "deg2rad", "detach", "dropout", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
+    "fill", "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "imag",
+    "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "leaky_relu", "lift_fresh", "log",
+    "log10", "log1p", "log2", "log_sigmoid", "logical_not", "logit", "mish", "nan_to_num", "neg",
+    "negative", "positive", "rad2deg", "real", "reciprocal", "relu", "relu6", "resolve_conj",
+    "resolve_neg", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
+    "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold", "to", "_to_copy",
+    "trunc", "type_as", "zero",
 ]
 _MORE = [
     "add", "addcdiv", "addcmul", "__and__", "arctan2", "atan2", "bitwise_and", "bitwise_left_shift",
-    "bitwise_or", "bitwise_right_shift", "bitwise_xor", "complex", "copy", "copysign", "div", "divide", "eq",
-    "float_power", "floor_divide", "fmax", "fmin", "fmod", "ge", "greater", "greater_equal", "gt",
+    "bitwise_or", "bitwise_right_shift", "bitwise_xor", "complex", "copy", "copysign", "div", "divide",
+    "eq", "float_power", "floor_divide", "fmax", "fmin", "fmod", "ge", "greater", "greater_equal", "gt",
     "heaviside", "hypot", "le", "lerp", "less", "less_equal", "logaddexp", "logaddexp2", "logical_and",
-    "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "ne",
-    "not_equal", "__or__", "polar", "pow", "remainder", "rsub", "sub", "subtract", "true_divide", "where",
-    "xlogy", "__xor__", "__lshift__", "__rshift__",
+    "logical_or", "logical_xor", "__lshift__", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "multiply", "ne", "not_equal", "__or__", "polar", "pow", "remainder", "__rshift__", "rsub", "sub",
+    "subtract", "true_divide", "where", "xlogy", "__xor__",
 ]
 _FROM_SHAPE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 ELEMENTWISE = frozenset([*_ONE, *_MORE, *_FROM_SHAPE])
@@ -149,7 +150,8 @@ def align(call: Call, values: tuple[Value, ...], rank: int) -> Layout:
 
 def expand_as(call: Call) -> Layout:
     """The first value broadcast to the shape of the second, whose elements do not matter."""
-    value, other = call["self"], call["other"]
+    value: Value = call["self"]
+    other: Value = call["other"]
     if other.shard is None:
         if value.shard is not None:
             return align(call, (value, replace(other, layout=INVARIANT, grad=False)), len(call.shape))

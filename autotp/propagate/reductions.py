@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autotp.placement import PARTIAL, REPLICATE, Layout
-from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy, normal_dim, not_partial, over
+from autotp.propagate.call import (
+    Call,
+    Conflict,
+    Value,
+    counted_once,
+    needs_copy,
+    normal_dim,
+    not_partial,
+    over,
+)
 from autotp.propagate.pointwise import align
 
 __all__ = ["REDUCTIONS"]
@@ -106,17 +115,13 @@ def _of_samples(call: Call, value: Value, weights: list[Value]) -> Layout:
     for weight in weights:
         if not weight.whole:
             raise Conflict(
-                "AT307", f"{call.name}: {weight.name} is cut, the channels of {value.name} are not", blame=(weight,)
+                "AT307",
+                f"{call.name}: {weight.name} is cut, the channels of {value.name} are not",
+                blame=(weight,),
             )
         if weight.grad and weight.layout != REPLICATE and call.differentiable:
             raise needs_copy(call, weight, value)
     return value.shard
-
-
-def _everything(call: Call) -> Layout:
-    """Counts over all elements."""
-    not_partial(call)
-    raise over(call, next(call.sharded()))
 
 
 Rule = Callable[[Call], Layout | list[Layout]]
@@ -135,7 +140,6 @@ REDUCTIONS: dict[str, Rule] = {
         _along,
     ),
     **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
-    **dict.fromkeys(["group_norm", "batch_norm", "instance_norm"], _channel_norm),
-    **dict.fromkeys(["histc", "bincount", "_unique2", "nonzero"], _everything),
+    **dict.fromkeys(["group_norm", "batch_norm"], _channel_norm),
 }
 # fmt: on

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from autotp.placement import Layout, Replicate, Shard, join_pieces
-from autotp.propagate.call import Call, Conflict, Value, needs_copy, normal_dim, over
+from autotp.placement import Layout, Replicate, join_pieces
+from autotp.propagate.call import Call, Conflict, Value, normal_dim, over
 
 __all__ = ["SPLITTING", "cut_pieces"]
 
@@ -107,7 +107,7 @@ def _split(call: Call) -> list[Layout]:
         found.append(cut_pieces(call, value, start, start + shape[value.shard.dim]))
         start += shape[value.shard.dim]
     by_number = any(isinstance(call[n], int) for n in _BY_NUMBER)
-    if by_number and len(set(found)) > 1 or len(found) != (call["chunks"] or len(found)):
+    if (by_number and len(set(found)) > 1) or len(found) != (call["chunks"] or len(found)):
         raise Conflict(
             "AT309",
             f"{call.name} into parts that are not alike, of a sharded dim: a rank would split elsewhere",
