@@ -23,6 +23,7 @@ from autotp.checkpoint.manifest import Manifest, Output, load_manifest, rank_fol
 from autotp.checkpoint.names import resolve
 from autotp.checkpoint.ranks import checked_header
 from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local
+from autotp.checkpoint.together import together
 from autotp.comm import Group, group_of
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.placement import Shard
@@ -65,7 +66,7 @@ def from_pretrained(
     from autotp.api import shard
 
     group = group_of(mesh)
-    with _together(group, timeout=SLOWEST_BUILD):
+    with together(group, timeout=SLOWEST_BUILD):
         manifest = load_manifest(folder) if (Path(folder) / MANIFEST).is_file() else None
         if manifest is not None:
             plan = _same_plan(Path(folder), manifest, plan, group)
@@ -73,24 +74,9 @@ def from_pretrained(
         stored = _whole(home) if manifest is None else _own(home, manifest, group.rank)
         model = hf.build(home)
     shard(model, plan, group, inputs=inputs, check=check)
-    with _together(group, timeout=SLOWEST_LOAD):
+    with together(group, timeout=SLOWEST_LOAD):
         _fill(model, stored, home, group, dtype, strict)
     return model
-
-
-class _together:
-    """What fails on one rank fails on all, at once: the other ranks raise UsageError naming the rank."""
-
-    def __init__(self, group: Group, *, timeout: float) -> None:
-        self.group = group
-        self.timeout = timeout
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, Exception):
-            self.group.exchange(error, timeout=self.timeout)
 
 
 def _same_plan(folder: Path, manifest: Manifest, plan: Any, group: Group) -> Plan:
