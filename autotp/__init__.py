@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from autotp.checkpoint.convert import convert as convert
     from autotp.checkpoint.load import from_pretrained as from_pretrained
     from autotp.checkpoint.merge import merge as merge
+    from autotp.checkpoint.reshard import reshard as reshard
+    from autotp.clip import clip_grad_norm_ as clip_grad_norm_
     from autotp.diagnostic import AutotpError as AutotpError
     from autotp.diagnostic import CheckpointError as CheckpointError
     from autotp.diagnostic import Diagnostic as Diagnostic
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from autotp.diagnostic import UnprovenPath as UnprovenPath
     from autotp.diagnostic import UsageError as UsageError
     from autotp.dry_run import analyze as analyze
+    from autotp.groups import initialize as initialize
+    from autotp.nn.splitting import split as split
     from autotp.plan import Plan as Plan
     from autotp.plan import Rule as Rule
     from autotp.verification import Verification as Verification
@@ -50,12 +54,16 @@ __all__ = [
     "Verification",
     "__version__",
     "analyze",
+    "clip_grad_norm_",
     "convert",
     "from_pretrained",
+    "initialize",
     "mappings",
     "merge",
     "nn",
+    "reshard",
     "shard",
+    "split",
     "verify",
 ]
 
@@ -73,17 +81,30 @@ _HOME = {
     "UsageError": "autotp.diagnostic",
     "Verification": "autotp.verification",
     "analyze": "autotp.dry_run",
+    "clip_grad_norm_": "autotp.clip",
     "convert": "autotp.checkpoint.convert",
     "from_pretrained": "autotp.checkpoint.load",
+    "initialize": "autotp.groups",
     "mappings": "autotp.mappings",
     "merge": "autotp.checkpoint.merge",
     "nn": "autotp.nn",
+    "reshard": "autotp.checkpoint.reshard",
     "shard": "autotp.api",
+    "split": "autotp.nn.splitting",
     "verify": "autotp.api",
 }
 
 # Using one of these imports torch, so the installed version is checked first.
-_NEEDS_TORCH = {"from_pretrained", "mappings", "nn", "shard", "verify"}
+_NEEDS_TORCH = {
+    "clip_grad_norm_",
+    "from_pretrained",
+    "initialize",
+    "mappings",
+    "nn",
+    "shard",
+    "split",
+    "verify",
+}
 
 
 def __getattr__(name: str) -> Any:
