@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autotp.match import Matches
     from autotp.plan import Plan
     from autotp.propagate.reads import Read
+    from autotp.propagate.regions import Region
 
 __all__ = ["LAYOUTS", "NAMES_AND_SHAPES", "Analysis", "Collective"]
 
@@ -47,6 +48,7 @@ class Analysis:
     - `modes`        the paths that were proven, such as "eval" and "train"
     - `random`       the modules that draw random numbers on shards, on each rank from its own stream
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
+    - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `edits`        call-site edits as a diff
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
@@ -62,6 +64,7 @@ class Analysis:
     modes: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
     reads: tuple[Read, ...] = ()
+    regions: tuple[Region, ...] = ()
     edits: str = ""
     plan_name: str = ""
 

@@ -56,6 +56,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         modes=tuple(proof.modes),
         random=tuple(sorted(proof.random)),
         reads=tuple(proof.reads.values()) if proven else (),
+        regions=tuple(proof.regions.values()) if proven else (),
     )
 
 
@@ -76,6 +77,9 @@ def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
         owner = read.name.rpartition(".")[0]
         if read.copied:
             found += collectives_of("copy", owner, calls=proof.calls.get(owner, 1))
+    for region in proof.regions.values():
+        for mapping, places in (("copy", region.copied), ("reduce", region.reduced)):
+            found += collectives_of(mapping, region.path, calls=len(places) * proof.calls.get(region.path, 1))
     return found
 
 

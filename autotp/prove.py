@@ -22,6 +22,7 @@ from autotp.propagate import dual
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Finding, Propagation, draws, propagate
 from autotp.propagate.reads import Read
+from autotp.propagate.regions import Region
 from autotp.trace.inputs import Samples
 from autotp.trace.recorder import Trace, TraceError, record
 
@@ -39,12 +40,17 @@ ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for w
 
 @dataclass
 class Proof:
-    """What the traces showed. `cuts` is how each tensor is cut, by its first name; `calls` how often each
-    layer runs; `copied` the column layers whose input needs its gradient summed; `random` the modules that
-    draw random numbers on a shard; `reads` the whole tensors that are transformed where they are read."""
+    """What the traces showed.
+
+    `cuts` is how each tensor is cut, by its first name; `reads` the whole tensors that are transformed where
+    they are read; `regions` the modules with mappings at their border; `calls` how often each module runs;
+    `copied` the column layers whose input needs its gradient summed; `random` the modules that draw random
+    numbers on a shard.
+    """
 
     cuts: dict[str, Shard]
     reads: dict[str, Read] = field(default_factory=dict)
+    regions: dict[str, Region] = field(default_factory=dict)
     diagnostics: list[Diagnostic] = field(default_factory=list)
     modes: list[str] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -98,7 +104,7 @@ class _Prover:
     def _propagated(self, traces: Mapping[str, Trace]) -> dict[str, Propagation]:
         """Every mode's layouts, with the same cuts and reads in all of them."""
         for _ in range(ROUNDS):
-            cuts, reads = dict(self.proof.cuts), dict(self.proof.reads)
+            before = self._settled()
             found: dict[str, Propagation] = {}
             for mode, trace in traces.items():
                 whole = propagate(
@@ -108,18 +114,22 @@ class _Prover:
                     aliases=self.first,
                     kinds=self.kinds,
                     reads=self.proof.reads,
+                    regions=self.proof.regions,
                 )
                 _random(whole)
                 found[mode] = whole
                 if whole.findings:
                     return {mode: whole}
-                self.proof.cuts, self.proof.reads = whole.cuts, whole.reads
-            if cuts == self.proof.cuts and reads == self.proof.reads:
+                self.proof.cuts, self.proof.reads, self.proof.regions = whole.cuts, whole.reads, whole.regions
+            if self._settled() == before:
                 return found
-        changing = next(n for n, cut in self.proof.cuts.items() if cuts[n] != cut)
+        changing = next(n for n, cut in self.proof.cuts.items() if before[0][n] != cut)
         message = f"{changing} would have to be cut differently in two modes of the model"
         whole.findings.append(dual.finding_at(whole, changing, "AT307", message))
         return {mode: whole}
+
+    def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
+        return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)
 
     def _keep(self, mode: str, whole: Propagation) -> None:
         proof = self.proof

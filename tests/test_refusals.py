@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import autotp
@@ -56,7 +57,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def test_message(name):
     factory, tp = CASES[name]
     plan = autotp.Plan.load(FOLDER / f"{name}.yaml")
-    analysis = autotp.analyze(factory(), plan, tp=tp)
+    model = factory()
+    inputs = torch.zeros(5, model.fc1.in_features) if isinstance(model, models.MLP) else None
+    analysis = autotp.analyze(model, plan, tp=tp, inputs=inputs)
     assert not analysis.ok
     text = render(d for d in analysis.diagnostics if d.severity == "error") + "\n"
     text = text.replace(str(FOLDER) + os.sep, "")

@@ -72,8 +72,9 @@ class Propagation:
     (they differ where a layer gathers its output). A node that is in neither is unknown, because of a
     finding before it. `cuts` is how each tensor is cut, after row layers took the cut of their input.
     `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
-    resolve a finding. `random` and `random_whole` are the modules that draw random numbers on a shard and on
-    whole values, `reached` the layers of the plan that ran, `copied` the column layers whose input has a gradient to sum.
+    resolve a finding, `regions` the modules with mappings at their border. `random` and `random_whole` are
+    the modules that draw random numbers on a shard and on whole values, `reached` the layers of the plan
+    that ran, `copied` the column layers whose input has a gradient to sum.
     """
 
     trace: Trace
@@ -248,7 +249,10 @@ class _Engine:
             found += solve(node, self.result.layouts, self._attempt, self.kinds)
         if not found and conflict.code in _REGIONAL:
             free = self.result.cuts.keys() - self.owners.keys()
-            found += regions_for(node, self.result.trace, self.result.layouts, self.origins, free)
+            leaving = conflict.code in ("AT310", "AT311")
+            found += regions_for(
+                node, self.result.trace, self.result.layouts, self.origins, tensors=free, leaving=leaving
+            )
         return found
 
     def _find(self, node: fx.Node, conflict: Conflict, origins: frozenset[str]) -> None:

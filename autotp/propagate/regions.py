@@ -1,0 +1,171 @@
+"""Modules that own sharded tensors and use them in their own forward: experts, functional weights.
+
+A layer of the plan has its mappings inside. A module whose raw parameters are cut (3-D expert weights,
+`F.linear(x, self.weight)`) has them at its border, where no choice of kernel inside can lose them:
+
+- what goes in and meets a shard inside is copied at the border: its gradient is summed over the ranks
+- what comes out as a partial sum is reduced at the border
+
+Both are found from a conflict, like reads. The border is that of the smallest module around the op that
+owns every cut tensor the shard comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.trace.graph import Trace
+
+__all__ = ["Region", "border", "regions_for"]
+
+Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module with mappings at its border: the places of arguments that are copied, of results reduced.
+
+    A place is what `tensors_in` calls a tensor's position: `[0][0]` the first positional argument,
+    `[1].mask` a keyword argument, `` the result itself, `[0]` its first item.
+    """
+
+    path: str
+    copied: frozenset[str] = field(default_factory=frozenset)
+    reduced: frozenset[str] = field(default_factory=frozenset)
+
+    def __or__(self, other: Region) -> Region:
+        """Both regions' mappings."""
+        assert self.path == other.path
+        return Region(self.path, self.copied | other.copied, self.reduced | other.reduced)
+
+
+def border(
+    trace: Trace, regions: Mapping[str, Region], value: fx.Node, layout: Layout, reader: fx.Node | None
+) -> Layout:
+    """How `reader` sees a value: copied if it came in through a region's border, reduced if it left one."""
+    if not regions:
+        return layout
+    around = set(reader.meta.get("stack", ())) if reader is not None else set()
+    if layout == PARTIAL:
+        for path, call in value.meta.get("stack", ()):
+            region = regions.get(path)
+            out = region is not None and (path, call) not in around
+            if region is not None and out and _places(trace.left, path, call, value) & region.reduced:
+                return INVARIANT
+    if layout == INVARIANT and reader is not None:
+        for path, call in reader.meta.get("stack", ()):
+            region = regions.get(path)
+            came_in = region is not None and (path, call) not in value.meta.get("stack", ())
+            if region is not None and came_in and _places(trace.entered, path, call, value) & region.copied:
+                return REPLICATE
+    return layout
+
+
+def _places(
+    table: Mapping[str, list[list[tuple[str, fx.Node]]]], path: str, call: int, value: fx.Node
+) -> frozenset[str]:
+    calls = table.get(path, [])
+    return (
+        frozenset(place for place, node in calls[call] if node is value) if call < len(calls) else frozenset()
+    )
+
+
+def regions_for(
+    node: fx.Node,
+    trace: Trace,
+    layouts: Mapping[fx.Node, list[Layout]],
+    origins: Mapping[fx.Node, frozenset[str]],
+    *,
+    tensors: Iterable[str],
+    leaving: bool,
+) -> list[Region]:
+    """The regions that may resolve a conflict at `node`: a partial sum that is used (`leaving`), or a whole
+    value that meets a part of one. `tensors` are the cut tensors of no layer."""
+    return _Finder(node, trace, layouts, origins, frozenset(tensors), leaving).find()
+
+
+class _Finder:
+    def __init__(
+        self,
+        node: fx.Node,
+        trace: Trace,
+        layouts: Mapping[fx.Node, list[Layout]],
+        origins: Mapping[fx.Node, frozenset[str]],
+        tensors: frozenset[str],
+        leaving: bool,
+    ) -> None:
+        self.leaving = leaving
+        self.node, self.trace, self.layouts, self.origins, self.tensors = (
+            node,
+            trace,
+            layouts,
+            origins,
+            tensors,
+        )
+
+    def find(self) -> list[Region]:
+        found: dict[str, Region] = {}
+        for value in self.node.all_input_nodes:
+            layout = self.layouts.get(value, [INVARIANT])[0]
+            if isinstance(layout, Partial) and self.leaving:
+                region = self._leaving(value)
+            elif layout == INVARIANT and not self.leaving and value in self.node.meta.get("grads", ()):
+                region = self._entering(value)
+            else:
+                region = None
+            if region is not None:
+                found[region.path] = found[region.path] | region if region.path in found else region
+        return list(found.values())
+
+    def _owner(self, node: fx.Node, origins: frozenset[str]) -> Call | None:
+        """The smallest module around `node` that owns all the cut tensors of `origins`."""
+        if not origins or not origins <= self.tensors:
+            return None
+        for path, call in reversed(node.meta.get("stack", ())):
+            if all(name.startswith(f"{path}." if path else "") for name in origins):
+                return path, call
+        return None
+
+    def _entering(self, value: fx.Node) -> Region | None:
+        origins = frozenset().union(*(self.origins.get(n, frozenset()) for n in self.node.all_input_nodes))
+        owner = self._owner(self.node, origins)
+        if owner is None:
+            return None
+        path, call = owner
+        places: set[str] = set()
+        frontier, seen = [value], set()
+        while frontier:
+            current = frontier.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            entered = _places(self.trace.entered, path, call, current)
+            if entered and owner not in current.meta.get("stack", ()):
+                places |= entered
+            elif current.op == "get_attr":
+                continue  # a parameter inside: copied where it is read, if it must be
+            elif current.op != "call_function" or owner not in current.meta.get("stack", ()):
+                return None  # it comes from outside, past the border
+            else:
+                frontier += [n for n in current.all_input_nodes if n in current.meta["grads"]]
+        return Region(path, copied=frozenset(places)) if places else None
+
+    def _leaving(self, value: fx.Node) -> Region | None:
+        """The border that a partial sum crossed on its way to the op."""
+        frontier, seen = [value], set()
+        while frontier:
+            current = frontier.pop(0)
+            if current in seen or not isinstance(self.layouts.get(current, [INVARIANT])[0], Partial):
+                continue
+            seen.add(current)
+            owner = self._owner(current, self.origins.get(current, frozenset()))
+            if owner is not None:
+                places = _places(self.trace.left, *owner, current)
+                if places and owner not in self.node.meta.get("stack", ()):
+                    return Region(owner[0], reduced=places)
+            frontier += current.all_input_nodes
+        return None

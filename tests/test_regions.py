@@ -1,0 +1,139 @@
+"""Modules that own raw sharded tensors: mappings at their border, found by the proof."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autotp
+from autotp.comm import simulate
+from autotp.propagate.regions import Region
+
+PLAN = {
+    "raw.w1": {"style": "column", "dim": 0},
+    "raw.b1": {"style": "column", "dim": 0},
+    "raw.w2": {"style": "row", "dim": 1},
+}
+
+
+class Raw(nn.Module):
+    """An MLP written with raw parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(33, 16))
+        self.b1 = nn.Parameter(torch.randn(33))
+        self.w2 = nn.Parameter(torch.randn(16, 33))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, self.w1, self.b1)) @ self.w2.T * scale
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre, self.gate, self.raw, self.post = nn.Linear(16, 16), nn.Linear(16, 1), Raw(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pre(x)
+        return self.post(h + self.raw(h, scale=self.gate(h).sigmoid()))
+
+
+class Around(Net):
+    """Hands the raw module a value past its border."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pre(x)
+        self.raw.extra = h
+        return self.post(self.raw(h, self.gate(h)))
+
+
+class Peeking(Raw):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return F.gelu(F.linear(self.extra, self.w1, self.b1)) @ self.w2.T * scale
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_borders_are_found_and_exact(tp):
+    analysis = autotp.analyze(Net(), PLAN, tp=tp)
+    assert analysis.regions == (Region("raw", frozenset({"[0][0]", "[1].scale"}), frozenset({""})),)
+    result = autotp.verify(Net(), PLAN, tp=tp)
+    assert result.ok and result.max_grad_diff < 1e-12
+    assert result.collectives[0] == {"forward": {"all-reduce": 1}, "backward": {"all-reduce": 2}}
+
+
+def test_a_value_that_comes_past_the_border_is_refused():
+    model = Around()
+    model.raw.__class__ = Peeking
+    analysis = autotp.analyze(model, PLAN, tp=2)
+    assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT305"]
+
+
+def test_a_bias_in_the_sum_is_refused():
+    class Biased(Raw):
+        def __init__(self):
+            super().__init__()
+            self.b2 = nn.Parameter(torch.randn(16))
+
+        def forward(self, x, scale):
+            return super().forward(x, scale) + self.b2
+
+    model = Net()
+    model.raw = Biased()
+    analysis = autotp.analyze(model, PLAN, tp=2)
+    assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT310"]
+
+
+@pytest.mark.parametrize("name", PLAN)
+def test_a_forgotten_tensor_is_sliced_where_it_is_read(name):
+    plan = {k: v for k, v in PLAN.items() if k != name}
+    analysis = autotp.analyze(Net(), plan, tp=2)
+    assert analysis.ok and [r.name for r in analysis.reads] == [name]
+    assert autotp.verify(Net(), plan, tp=2).ok
+
+
+def test_another_call_than_the_proven_one_raises():
+    def rank(group):
+        model = autotp.shard(Net(), PLAN, group)
+        x = torch.randn(3, 16)
+        with pytest.raises(autotp.UnprovenPath) as caught:
+            model.raw(x, torch.ones(3, 1))
+        return str(caught.value), copy.deepcopy(model)(x).shape
+
+    for message, shape in simulate(2, rank):
+        assert shape == (3, 16)
+        assert message == (
+            "raw is called with other tensors than when its plan was proven: there is none at [1].scale, but at "
+            "[0][0], [0][1]; shard the model with inputs= that call it this way"
+        )
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=12,
+            num_key_value_heads=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        )
+    ).eval()  # fmt: skip
+
+
+def test_experts_of_transformers_are_cut_inside():
+    heads = {"style": "column", "heads": "num_key_value_heads"}
+    plan = {
+        "q_proj": heads, "k_proj": heads, "v_proj": heads, "o_proj": "row",
+        "embed_tokens": "vocab", "lm_head": {"style": "column", "gather_output": True},
+        "experts.gate_up_proj": {"style": "column", "dim": 1, "sections": 2},
+        "experts.down_proj": {"style": "row", "dim": 2},
+    }  # fmt: skip
+    analysis = autotp.analyze(mixtral(), plan, tp=2)
+    assert analysis.ok and analysis.sharded_fraction > 0.99
+    assert autotp.verify(mixtral(), plan, tp=2, dtype=torch.float32).ok
+    whole = plan | {"experts.gate_up_proj": {"style": "column", "dim": 1}}
+    codes = [d.code for d in autotp.analyze(mixtral(), whole, tp=2).diagnostics if d.severity == "error"]
+    assert codes == ["AT309"]
