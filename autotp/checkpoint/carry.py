@@ -19,13 +19,13 @@ from autotp.checkpoint.folder import INDEX, MANIFEST, Folder
 from autotp.checkpoint.manifest import Digests, Manifest, Output
 from autotp.checkpoint.read import CHUNK, Differs, Part, Source, open_to_read, read_exactly
 from autotp.checkpoint.staging import Staging
-from autotp.checkpoint.write import Buffers, create, stream, write_exactly
+from autotp.checkpoint.write import Buffers, Gathers, create, stream, write_exactly
 from autotp.checkpoint.written import Progress
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header
 from autotp.slicing import rows
 
-__all__ = ["Supply", "Whole", "carry", "identity", "part_digest", "refuse_changed"]
+__all__ = ["Supply", "Ties", "Whole", "carry", "identity", "part_digest", "refuse_changed"]
 
 
 class Supply(Protocol):
@@ -36,7 +36,7 @@ class Supply(Protocol):
     def identity(self) -> list[list[Any]]:
         """What tells whether the files are the same ones later: [name, size, time, header], each."""
 
-    def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], Source]:
+    def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], Gathers]:
         """Open what holds a source file's tensors until the stack closes."""
 
     def check(self, file: Header) -> None:
@@ -52,14 +52,33 @@ class Supply(Protocol):
         """The other files, by relative name."""
 
 
+class Ties:
+    """Tensors that the config ties, {one: the other}: where a checkpoint has both, they must be equal."""
+
+    def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.tied = tied
+        self.names = frozenset({*tied, *tied.values()})
+        self.seen: dict[str, str] = {}
+
+    def check(self, digests: Mapping[str, Digests]) -> None:
+        """Take in the digests of a file; raises CheckpointError naming both tensors."""
+        self.seen |= {name: digest.whole for name, digest in digests.items() if name in self.names}
+        for head, first in self.tied.items():
+            if head in self.seen and first in self.seen and self.seen[head] != self.seen[first]:
+                raise CheckpointError(
+                    f"{self.folder}: config.json ties {head!r} to {first!r}, but their values differ; "
+                    'set "tie_word_embeddings": false, or remove the one that is wrong'
+                )
+
+
 class Whole:
     """An unsharded checkpoint; `tied` maps a tensor to the one that must have the same values."""
 
     def __init__(self, folder: Folder, tied: Mapping[str, str]) -> None:
         self.folder = folder
-        self.tied = tied
-        self.watched = frozenset({*tied, *tied.values()})
-        self.seen: dict[str, str] = {}
+        self.ties = Ties(folder.path, tied)
+        self.watched = self.ties.names
 
     def identity(self) -> list[list[Any]]:
         """See Supply."""
@@ -82,13 +101,7 @@ class Whole:
 
     def check_digests(self, file: Header, digests: Mapping[str, Digests]) -> None:
         """Tied tensors that are both in the checkpoint must be equal."""
-        self.seen |= {name: digest.whole for name, digest in digests.items()}
-        for head, first in self.tied.items():
-            if head in self.seen and first in self.seen and self.seen[head] != self.seen[first]:
-                raise CheckpointError(
-                    f"{self.folder.path}: config.json ties {head!r} to {first!r}, but their values differ; "
-                    'set "tie_word_embeddings": false, or remove the one that is wrong'
-                )
+        self.ties.check(digests)
 
     def differs(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
         """See Supply."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.inventory import describe_tensors
@@ -18,6 +18,9 @@ from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 from autotp.diagnostic import CheckpointError
 from autotp.plan import Plan
+
+if TYPE_CHECKING:
+    from autotp.checkpoint.pickled import Pickled
 
 __all__ = ["convert"]
 
@@ -35,7 +38,8 @@ def convert(
 ) -> Written:
     """Cut the checkpoint `source` for `tp` ranks and write their folders and a manifest to `target`.
 
-    - `source`: a folder (one file or an index), or one .safetensors file; read once, in file order
+    - `source`: a folder (one file or an index), or one .safetensors file; read once, in file order. A
+      pytorch_model.bin (this imports torch) is read as plain tensors and merges into .safetensors
     - `target`: absent or an empty folder; it appears whole or not at all. A run that was killed goes on
       where it stopped when it is started again
     - `plan`: a plan, a file or a name; "auto" or None: the shipped plan of config.json's model_type
@@ -57,7 +61,8 @@ def convert(
     new_digest(digest)
     if (source / MANIFEST).exists():
         raise CheckpointError(f"{source}: is converted already; `merge` it first")
-    folder = open_folder(source)
+    pickled = _pickled(source)
+    folder = open_folder(source) if pickled is None else pickled.folder
     entries = [entry for _, entry in folder.tensors().values()]
     chosen, name = choose_plan(plan, folder.config, source)
     layouts = decide_layouts(source, entries, folder.config, chosen, tp, check)
@@ -73,10 +78,20 @@ def convert(
     )
     outputs = [Output(rank_folder(Path(), rank, tp), manifest.layouts, rank) for rank in range(tp)]
     check_target(target)
-    supply = Whole(folder, describe_tensors(entries, folder.config).aliases)
+    supply = pickled or Whole(folder, describe_tensors(entries, folder.config).aliases)
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
     written = Written(target, tp, chosen, name, manifest.proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
         carry(supply, manifest, outputs, target, job="convert", progress=progress)
     return written
+
+
+def _pickled(source: Path) -> Pickled | None:
+    """The checkpoint as torch.save wrote it, if it is one."""
+    names = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    if source.suffix not in (".bin", ".pt", ".pth") and not any((source / name).exists() for name in names):
+        return None
+    from autotp.checkpoint import pickled
+
+    return pickled.Pickled(source) if pickled.holds_pickles(source) else None

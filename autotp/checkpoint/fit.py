@@ -14,7 +14,7 @@ from autotp.checkpoint.names import resolve
 from autotp.header import Entry
 from autotp.placement import Shard
 
-__all__ = ["DTYPES", "Slots", "Stored", "misfits", "slots_of"]
+__all__ = ["DTYPES", "NAMES", "Slots", "Stored", "misfits", "slots_of"]
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -24,6 +24,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Slots = list[dict[str, torch.Tensor]]  # every parameter and persistent buffer once, under all its names
 
 
@@ -32,6 +33,7 @@ class Stored:
     """One tensor of the checkpoint: its file, where this rank finds it there, and what it is in whole.
 
     `shard` is how it was cut when the file has this rank's part, and None when the file has all of it.
+    `tensor` is the whole of it where the file is one that torch.save wrote.
     """
 
     path: Path
@@ -41,6 +43,7 @@ class Stored:
     shard: Shard | None = None
     digest: str = ""
     kind: str = "none"
+    tensor: torch.Tensor | None = None
 
 
 def slots_of(model: nn.Module) -> Slots:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,10 +23,14 @@ __all__ = [
     "MANIFEST",
     "SINGLE",
     "Folder",
+    "check_index",
+    "companions_of",
     "is_plain_name",
     "open_folder",
     "read_config",
     "read_text",
+    "regular_file",
+    "weight_map",
 ]
 
 SINGLE = "model.safetensors"
@@ -74,10 +78,13 @@ def open_folder(path: str | Path) -> Folder:
         )
     if not path.is_dir():
         _refuse(path, "there is no such folder or file")
-    config, companions = read_config(path), tuple(_companions(path))
+    config, companions = read_config(path), companions_of(path)
     if (path / INDEX).exists():
-        text = read_text(path / INDEX)
-        return Folder(path, _indexed(path, text), config, text, companions)
+        text = read_text(_inside(path, INDEX))
+        table = weight_map(path, INDEX, text, ".safetensors")
+        files = tuple(read_header(path / name) for name in sorted(set(table.values())))
+        check_index(path, INDEX, table, {file.path.name: file.tensors for file in files})
+        return Folder(path, files, config, text, companions)
     if not (path / SINGLE).exists():
         single = sorted(path.glob("*.safetensors"))
         if len(single) != 1:
@@ -90,7 +97,7 @@ def open_folder(path: str | Path) -> Folder:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder; empty when there is none."""
     path = folder / "config.json"
-    return parse_json(read_text(path), path, "content") if path.exists() else {}
+    return parse_json(read_text(_inside(folder, path.name)), path, "content") if path.exists() else {}
 
 
 def read_text(path: Path) -> bytes:
@@ -117,7 +124,7 @@ def regular_file(folder: Path, name: str) -> Path:
     return path
 
 
-def _companions(folder: Path) -> list[str]:
+def companions_of(folder: Path) -> tuple[str, ...]:
     """Every other file up to 64 MiB, sub-folders too, as sorted relative names."""
     found = []
     for base, folders, files in os.walk(folder):
@@ -127,35 +134,41 @@ def _companions(folder: Path) -> list[str]:
                 relative = str((Path(base) / name).relative_to(folder))
                 if regular_file(folder, relative).stat().st_size <= LARGEST_COMPANION:
                     found.append(relative)
-    return sorted(found)
+    return tuple(sorted(found))
 
 
-def _indexed(folder: Path, text: bytes) -> tuple[Header, ...]:
-    """The files that an index names, each checked against it, in the order of their names."""
-    index = folder / INDEX
-    table = parse_json(text, index, "content").get("weight_map")
+def weight_map(folder: Path, index: str, text: bytes, suffix: str) -> dict[str, str]:
+    """{tensor: file} as an index tells it; the files are plain names, inside the folder, and all there."""
+    path = folder / index
+    table = parse_json(text, path, "content").get("weight_map")
     if not isinstance(table, dict) or not table:
-        _refuse(index, "has no weight_map of tensor names to file names")
+        _refuse(path, "has no weight_map of tensor names to file names")
     for key, value in table.items():
-        if not isinstance(value, str) or not value.endswith(".safetensors") or not is_plain_name(value):
-            _refuse(index, f"{key!r} is said to be in {value!r}, which is not a plain .safetensors file name")
+        if not isinstance(value, str) or not value.endswith(suffix) or not is_plain_name(value):
+            _refuse(path, f"{key!r} is said to be in {value!r}, which is not a plain {suffix} file name")
     names = sorted(set(table.values()))
     missing = [name for name in names if not os.path.lexists(folder / name)]
     if missing:
-        _refuse(index, f"{len(missing)} of its {len(names)} files are missing: {', '.join(missing)}")
-    files = tuple(read_header(_inside(folder, name, index, table)) for name in names)
-    for file in files:
-        for name in file.tensors:
-            if table.get(name) != file.path.name:
+        _refuse(path, f"{len(missing)} of its {len(names)} files are missing: {', '.join(missing)}")
+    for name in names:
+        _inside(folder, name, path, table)
+    return table
+
+
+def check_index(
+    folder: Path, index: str, table: Mapping[str, str], held: Mapping[str, Collection[str]]
+) -> None:
+    """Each file must hold just the tensors that the index tells; `held` are the names in every file."""
+    for file, tensors in held.items():
+        for name in tensors:
+            if table.get(name) != file:
                 where = f"says that it is in {table[name]!r}" if name in table else "does not list it"
-                _refuse(file.path, f"holds {name!r}, but {INDEX} {where}")
-    held = {name for file in files for name in file.tensors}
-    absent = [name for name in table if name not in held]
+                _refuse(folder / file, f"holds {name!r}, but {index} {where}")
+    absent = [name for name, file in table.items() if name not in held[file]]
     if absent:
         more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
         first = ", ".join(f"{name!r} (said to be in {table[name]})" for name in absent[:3])
-        _refuse(index, f"tensors that no file holds: {first}{more}")
-    return files
+        _refuse(folder / index, f"tensors that no file holds: {first}{more}")
 
 
 def is_plain_name(name: str) -> bool:

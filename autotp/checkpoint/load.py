@@ -21,6 +21,7 @@ from autotp.checkpoint.fit import DTYPES, Stored, misfits, slots_of
 from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.manifest import Manifest, Output, load_manifest, rank_folder
 from autotp.checkpoint.names import resolve
+from autotp.checkpoint.pickled import Pickled, holds_pickles
 from autotp.checkpoint.ranks import checked_header
 from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local
 from autotp.checkpoint.together import together
@@ -28,7 +29,7 @@ from autotp.comm import Group, group_of
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.placement import Shard
 from autotp.plan import Plan, as_plan
-from autotp.slicing import rows
+from autotp.slicing import rows, take
 
 __all__ = ["from_pretrained"]
 
@@ -93,7 +94,7 @@ def _same_plan(folder: Path, manifest: Manifest, plan: Any, group: Group) -> Pla
     if group.size != manifest.tp:
         raise UsageError(
             f"{folder} was converted for tp={manifest.tp}, and there {_are(group.size)}; "
-            f"start {manifest.tp}, or convert the checkpoint for {group.size}"
+            f"start {manifest.tp}, or reshard the folder for {group.size}"
         )
     return manifest.plan
 
@@ -104,6 +105,13 @@ def _are(ranks: int) -> str:
 
 def _whole(home: Path) -> dict[str, Stored]:
     """The tensors of an unsharded checkpoint."""
+    if home.exists() and holds_pickles(home):
+        pickled = Pickled(home)
+        loaded, entries = pickled.tensors(), pickled.folder.tensors()
+        return {
+            name: Stored(file.path, entry, entry.shape, False, tensor=loaded[name])
+            for name, (file, entry) in entries.items()
+        }
     tensors = open_folder(home).tensors()
     return {name: Stored(file.path, entry, entry.shape, False) for name, (file, entry) in tensors.items()}
 
@@ -172,6 +180,9 @@ class _Loader:
 
     def read(self, stored: Stored, layout: Shard | None, stack: ExitStack) -> torch.Tensor:
         """This rank's part of a tensor, in memory of its own."""
+        if stored.tensor is not None:
+            taken = stored.tensor.clone() if layout is None else take(stored.tensor, layout, self.group.rank)
+            return self._cast(taken)
         entry = stored.entry
         shard = None if stored.converted else layout
         wanted = rows(entry.shape, entry.itemsize, shard, self.group.rank)
@@ -186,6 +197,9 @@ class _Loader:
                 Part(self.open[stored.path], stored.path, entry.start, wanted), wanted, into, self.scratch
             )
             self._verify(stored, into)
+        return self._cast(tensor)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         floats = self.dtype is not None and tensor.is_floating_point()
         return tensor.to(self.dtype) if floats else tensor
 

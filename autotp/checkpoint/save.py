@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import nn
 
-from autotp.checkpoint.fit import DTYPES, slots_of
+from autotp.checkpoint.fit import NAMES, slots_of
 from autotp.checkpoint.folder import INDEX, SINGLE
 from autotp.checkpoint.staging import Staging, check_target
 from autotp.checkpoint.together import together
@@ -25,7 +25,6 @@ from autotp.slicing import merge
 
 __all__ = ["full_tensors", "save_pretrained"]
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LARGEST_FILE = 5_000_000_000  # bytes of tensors, as transformers splits
 ALL_CALL = 20.0  # seconds that ranks wait for one that does not call
 SLOWEST_SAVE = 7200.0  # seconds that ranks wait for rank 0 to finish writing; a fault is told at once

@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from autotp.checkpoint.digest import Digest
-from autotp.checkpoint.read import CHUNK, Block, Part, Source, spans
+from autotp.checkpoint.read import CHUNK, Block, Part, spans
 from autotp.diagnostic import CheckpointError
 
-__all__ = ["Buffers", "create", "scatter", "stream", "write_exactly"]
+__all__ = ["Buffers", "Gathers", "create", "scatter", "stream", "write_exactly"]
 
 
 class Buffers:
@@ -28,8 +29,17 @@ class Buffers:
         self.scratch = np.empty(CHUNK, np.uint8)
 
 
+class Gathers(Protocol):
+    """Where the blocks of one tensor come from; `length` is how long its rows are (read.Source)."""
+
+    length: int
+
+    def gather(self, block: Block, start: int, scratch: Block) -> None:
+        """Fill `block` with the tensor's bytes from `start` on."""
+
+
 def stream(
-    source: Source,
+    source: Gathers,
     sinks: Sequence[Part],
     nbytes: int,
     *,

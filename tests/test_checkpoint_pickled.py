@@ -1,0 +1,187 @@
+"""pytorch_model.bin: plain tensors are read, code is never run, and what comes out is safetensors."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autotp.checkpoint import convert, merge
+from autotp.checkpoint.load import from_pretrained
+from autotp.checkpoint.pickled import load_tensors
+from autotp.comm import simulate
+from autotp.diagnostic import CheckpointError
+from tests.checkpoints import tree
+
+TENSORS = {
+    "up.weight": torch.randn(7, 5),
+    "down.weight": torch.randn(7, 5).to(torch.bfloat16).t(),  # not contiguous
+    "ids": torch.arange(4),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 3),
+    "mask": torch.tensor([True, False]),
+}
+PLAN = {"up": "column", "down": "row"}
+
+
+def same(folder, tensors):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("nest", [None, "state_dict", "module"])
+def test_one_file_there_and_back(tmp_path, zipped, nest):
+    source = tmp_path / "in"
+    source.mkdir()
+    content = TENSORS if nest is None else {nest: TENSORS, "epoch": 3}
+    torch.save(content, source / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    (source / "config.json").write_text("{}")
+    convert(source, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+    halves = [load_file(tmp_path / "out" / f"rank-{rank}-of-2" / "model.safetensors") for rank in range(2)]
+    assert torch.equal(torch.cat([half["up.weight"] for half in halves]), TENSORS["up.weight"])
+    assert torch.equal(torch.cat([half["down.weight"] for half in halves], 1), TENSORS["down.weight"])
+    merge(tmp_path / "out", tmp_path / "back")
+    assert sorted(os.listdir(tmp_path / "back")) == ["config.json", "model.safetensors"]
+    same(tmp_path / "back", TENSORS)
+    convert(source / "pytorch_model.bin", tmp_path / "single", plan=PLAN, tp=2, check="shapes")
+    shards = {name: data for name, data in tree(tmp_path / "out").items() if name.endswith(".safetensors")}
+    assert shards.items() <= tree(tmp_path / "single").items()
+
+
+def indexed(folder):
+    folder.mkdir()
+    weight_map = {}
+    for number in (1, 2):
+        file = f"pytorch_model-{number:05}-of-00002.bin"
+        share = dict(list(TENSORS.items())[number - 1 :: 2])
+        torch.save(share, folder / file)
+        weight_map |= dict.fromkeys(share, file)
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    return folder
+
+
+def test_an_index_becomes_one_of_safetensors(tmp_path):
+    convert(indexed(tmp_path / "in"), tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+    merge(tmp_path / "out", tmp_path / "back")
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    same(tmp_path / "back", TENSORS)
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def refusal(path):
+    with pytest.raises(CheckpointError) as raised:
+        load_tensors(path)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["torch", "legacy", "pickle"])
+def test_code_is_never_run(tmp_path, how):
+    evil, path = {"a": torch.zeros(2), "b": Touch(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin"
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(evil))
+    else:
+        torch.save(evil, path, _use_new_zipfile_serialization=how == "torch")
+    for call in (
+        lambda: load_tensors(path),
+        lambda: convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes"),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            call()
+        assert str(raised.value).startswith(
+            f"{path}: is not a file of plain tensors, and nothing else in it is run ("
+        )
+        assert "weights_only=False" in str(raised.value)
+    assert os.listdir(tmp_path) == ["pytorch_model.bin"]
+
+
+def test_what_is_no_plain_tensor_is_named(tmp_path):
+    path = tmp_path / "x.bin"
+    for content, fault in (
+        ([1, 2], "holds a list, not a state_dict of tensors"),
+        ({}, "holds a dict, not a state_dict of tensors"),
+        ({"a": torch.zeros(1), "b": 3}, "'b' is int, not a plain tensor under a name"),
+        ({1: torch.zeros(1)}, "1 is torch.float32, not a plain tensor under a name"),
+        ({"a": torch.eye(3).to_sparse()}, "'a' is torch.float32, not a plain tensor under a name"),
+        ({"a": torch.zeros(1).expand(1 << 40)}, "'a' of shape [1099511627776] is larger than its data"),
+    ):
+        torch.save(content, path)
+        assert refusal(path) == f"{path}: {fault}"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert refusal(path).startswith(f"{path}: is not a file of plain tensors")
+
+
+def test_an_index_is_checked_as_that_of_safetensors(tmp_path):
+    folder = indexed(tmp_path / "in")
+    index = folder / "pytorch_model.bin.index.json"
+    table = json.loads(index.read_text())
+    for change, fault in (
+        (
+            {"ids": "../x.bin"},
+            f"{index}: 'ids' is said to be in '../x.bin', which is not a plain .bin file name",
+        ),
+        ({"ghost": "pytorch_model-00001-of-00002.bin"}, f"{index}: tensors that no file holds: 'ghost' "),
+    ):
+        index.write_text(json.dumps({"weight_map": table["weight_map"] | change}))
+        with pytest.raises(CheckpointError) as raised:
+            convert(folder, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+        assert str(raised.value).startswith(fault)
+    (tmp_path / "outside.bin").write_bytes((folder / "pytorch_model-00001-of-00002.bin").read_bytes())
+    (folder / "pytorch_model-00001-of-00002.bin").unlink()
+    (folder / "pytorch_model-00001-of-00002.bin").symlink_to(tmp_path / "outside.bin")
+    with pytest.raises(CheckpointError, match=r"a link to .*outside the folder"):
+        convert(folder, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+
+
+@pytest.mark.parametrize("state", ["embedding", "head", "both", "different"])
+def test_a_model_with_tied_names_in_four_states(tmp_path, state):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=33, hidden_size=24, intermediate_size=37, num_hidden_layers=1, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double().eval()
+    model.save_pretrained(tmp_path / "in")
+    os.unlink(tmp_path / "in" / "model.safetensors")
+    tensors = dict(model.state_dict())
+    if state == "embedding":
+        del tensors["lm_head.weight"]
+    if state == "head":
+        del tensors["model.embed_tokens.weight"]
+    if state == "different":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    torch.save(tensors, tmp_path / "in" / "pytorch_model.bin")
+    load = lambda group: from_pretrained(tmp_path / "in", mesh=group, check="shapes")  # noqa: E731
+    if state == "different":
+        with pytest.raises(
+            CheckpointError, match=r"the model ties 'lm_head.weight' to 'model.embed_tokens.weight'"
+        ):
+            simulate(2, load)
+        with pytest.raises(
+            CheckpointError, match=r"config.json ties 'lm_head.weight' to 'model.embed_tokens.weight'"
+        ):
+            convert(tmp_path / "in", tmp_path / "out", tp=2, check="shapes")
+        return
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        for sharded in simulate(2, lambda group: (load(group), load(group)(input_ids=ids).logits)):
+            assert sharded[0].lm_head.weight is sharded[0].model.embed_tokens.weight
+            torch.testing.assert_close(sharded[1], expected, atol=1e-10, rtol=0)
