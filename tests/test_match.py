@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -243,3 +245,11 @@ def test_more_ranks_than_kv_heads_is_refused_before_anything_runs() -> None:
     assert {d.code for d in refused} == {"AT203"} and len(refused) == 4
     assert all("6 kv heads over tp=7: fewer heads than ranks" in d.message for d in refused)
     assert all(d.help == ("tp sizes that work here: 1, 2, 3, 4, 5, 6",) for d in refused)
+
+
+def test_a_plan_is_read_and_matched_without_torch() -> None:
+    code = (
+        "import sys, autotp.match, autotp.plan; print({'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -109,3 +109,10 @@ def test_a_bare_parameter_takes_the_same_cut() -> None:
 def test_a_rule_that_does_not_fit_is_told_once() -> None:
     plan = {"emb": "vocab", "head": {"style": "column", "heads": 5}}
     assert only(plan, model(EMBEDDING, HEAD, aliases=TIED)).startswith("error[AT204]: head:")
+
+
+def test_a_tied_name_that_two_patterns_dispute_is_told_once() -> None:
+    head = linear("a.out.head", 8, 97, bias=False)
+    inventory = model(EMBEDDING, head, aliases={"a.out.head.weight": "emb.weight"})
+    plan = {"emb": "vocab", "out.head": "row", "a.*.head": GATHERED}
+    assert [d.code for d in match(as_plan(plan), inventory, 2).diagnostics] == ["AT208"]
