@@ -222,7 +222,11 @@ def test_mistakes_are_named() -> None:
     for layer, shard, text in (
         (Scaled(8, 4), Shard(0, deal(8, 2)), "takes the place of an nn.Embedding, not of Scaled"),
         (nn.Embedding(8, 4), halves, f"{halves} does not give each rank one range of whole rows"),
-        (nn.Embedding(8, 4), halves.at(1), f"{halves.at(1)} does not give each rank one range of whole rows"),
+        (
+            nn.Embedding(8, 4),
+            halves.at(1),
+            f"{halves.at(1)} is no cut of dim 0 of the weight, 8 elements over 2 ranks",
+        ),
     ):
         found = message(lambda g, m=layer, s=shard: VocabParallelEmbedding.adopt(m, shard=s, group=g))
         assert found.removeprefix("VocabParallelEmbedding").removeprefix(":").strip() == text

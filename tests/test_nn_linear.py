@@ -339,6 +339,31 @@ def test_only_the_exact_class_is_adopted() -> None:
     assert type(layer) is Scaled
 
 
+def test_a_shard_that_does_not_fit_leaves_the_module_as_it_was() -> None:
+    layer = nn.Linear(6, 4)
+    fits = "is no cut of dim"
+    for cls, shard, text in (
+        (
+            ColumnParallelLinear,
+            Shard(1, deal(4, 2)),
+            f"shard(dim 1: 2 equal parts) {fits} 0 of the weight, 4",
+        ),
+        (ColumnParallelLinear, Shard(0, deal(3, 2)), f"shard(dim 0: 2+1 of 3) {fits} 0 of the weight, 4"),
+        (
+            ColumnParallelLinear,
+            Shard(0, deal(4, 4)),
+            f"shard(dim 0: 4 equal parts) {fits} 0 of the weight, 4",
+        ),
+        (RowParallelLinear, Shard(0, deal(6, 2)), f"shard(dim 0: 2 equal parts) {fits} 1 of the weight, 6"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            simulate(2, lambda group, c=cls, s=shard: c.adopt(layer, shard=s, group=group))
+        assert str(caught.value) == f"{cls.__name__}: {text} elements over 2 ranks"
+        with pytest.raises(UsageError, match="a mesh is a DeviceMesh"):
+            cls.adopt(layer, shard=shard, group="tp")
+        assert type(layer) is nn.Linear
+
+
 def shared_copy_and_partial_sum(group: Group) -> list[Tensor]:
     """Two column layers behind one copy, two row branches with biases behind one reduce."""
     columns = [column(group, 5, 9, gather_output=False) for _ in range(2)]

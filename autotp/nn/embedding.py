@@ -167,7 +167,13 @@ class VocabParallelEmbedding(_CutEmbedding):
                 f"{cls.__name__} takes the place of an nn.Embedding, not of {type(module).__name__}"
             )
         group = group_of(group)
-        if len(shard.ranges(module.num_embeddings, group.rank)) != 1 or shard.dim != 0:
+        rows = module.num_embeddings
+        if shard.dim != 0 or shard.tp != group.size or not shard.fits(rows):
+            raise UsageError(
+                f"{cls.__name__}: {shard} is no cut of dim 0 of the weight, {rows} elements over "
+                f"{group.size} ranks"
+            )
+        if len(shard.ranges(rows, group.rank)) != 1:
             raise UsageError(f"{cls.__name__}: {shard} does not give each rank one range of whole rows")
         module.__class__ = cls
         assert isinstance(module, VocabParallelEmbedding)

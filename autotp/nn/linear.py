@@ -89,14 +89,22 @@ class _ParallelLinear(nn.Linear):
         return mappings.gather(self.weight.detach(), self.group, shard=self.shard)
 
     @classmethod
-    def _adopt(cls, module: nn.Linear, *, layouts: dict[str, Shard], group: Mesh) -> None:
+    def _adopt(cls, module: nn.Linear, *, shard: Shard, group: Mesh, dim: int, cut_bias: bool) -> None:
         if type(module) is not nn.Linear:
             raise UsageError(
                 f"{cls.__name__} takes the place of an nn.Linear, not of {type(module).__name__}"
             )
+        ranks, size = group_of(group), (module.out_features, module.in_features)[dim]
+        if shard.dim != dim or shard.tp != ranks.size or not shard.fits(size):
+            raise UsageError(
+                f"{cls.__name__}: {shard} is no cut of dim {dim} of the weight, {size} elements over "
+                f"{ranks.size} ranks"
+            )
         module.__class__ = cls
         assert isinstance(module, _ParallelLinear)
-        module.group, module.shard, module.layouts = group_of(group), layouts["weight"], layouts
+        module.group, module.shard, module.layouts = ranks, shard, {"weight": shard}
+        if cut_bias and module.bias is not None:
+            module.layouts["bias"] = shard
 
     def extra_repr(self) -> str:
         """in_features and out_features are those of the whole layer."""
@@ -177,10 +185,10 @@ class ColumnParallelLinear(_ParallelLinear):
         `shard` cuts dim 0 of the weight, and the bias alike; the caller slices them. With
         `copy_input=False` the input's gradient is summed elsewhere: a `copy` that several layers share.
 
-        Raises UsageError for a subclass of nn.Linear, whose forward might differ.
+        Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
+        differ, and for a shard of another dim, size or number of ranks.
         """
-        layouts = {"weight": shard} if module.bias is None else {"weight": shard, "bias": shard}
-        cls._adopt(module, layouts=layouts, group=group)
+        cls._adopt(module, shard=shard, group=group, dim=0, cut_bias=True)
         assert isinstance(module, ColumnParallelLinear)
         module.gather_output, module.copy_input = gather_output, copy_input
 
@@ -255,9 +263,10 @@ class RowParallelLinear(_ParallelLinear):
         `shard` cuts dim 1 of the weight; the caller slices it. With `reduce_output=False` the output
         stays partial, with the bias in rank 0's part: for a reduce that stands after a sum of branches.
 
-        Raises UsageError for a subclass of nn.Linear, whose forward might differ.
+        Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
+        differ, and for a shard of another dim, size or number of ranks.
         """
-        cls._adopt(module, layouts={"weight": shard}, group=group)
+        cls._adopt(module, shard=shard, group=group, dim=1, cut_bias=False)
         assert isinstance(module, RowParallelLinear)
         module.input_is_parallel, module.reduce_output = input_is_parallel, reduce_output
 
