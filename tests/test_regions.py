@@ -88,7 +88,12 @@ def test_a_bias_in_the_sum_is_refused():
     assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT310"]
 
 
-@pytest.mark.parametrize("name", PLAN)
+def test_a_bias_whose_weight_was_forgotten_is_refused():
+    analysis = autotp.analyze(Net(), {k: v for k, v in PLAN.items() if k != "raw.w1"}, tp=2)
+    assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT307"]
+
+
+@pytest.mark.parametrize("name", ["raw.b1", "raw.w2"])
 def test_a_forgotten_tensor_is_sliced_where_it_is_read(name):
     plan = {k: v for k, v in PLAN.items() if k != name}
     analysis = autotp.analyze(Net(), plan, tp=2)
@@ -101,7 +106,7 @@ def test_another_call_than_the_proven_one_raises():
         model = autotp.shard(Net(), PLAN, group)
         x = torch.randn(3, 16)
         with pytest.raises(autotp.UnprovenPath) as caught:
-            model.raw(x, torch.ones(3, 1))
+            model.raw.forward(x, torch.ones(3, 1))  # past any hook
         return str(caught.value), copy.deepcopy(model)(x).shape
 
     for message, shape in simulate(2, rank):

@@ -119,7 +119,9 @@ def _remedies(
             units = rule_line(placed[0].pattern, placed[0].rule, heads=heads)
             help.append(f"say that whole heads are dealt: `{units}`")
         elif heads is not None:
-            help.append(f"{heads} heads cannot be dealt to {propagation.matches.tp} ranks; tp up to {heads} works")
+            help.append(
+                f"{heads} heads cannot be dealt to {propagation.matches.tp} ranks; tp up to {heads} works"
+            )
         parts = rule_line(placed[0].pattern, placed[0].rule, sections="N")
         help.append(f"if the layer is a fusion of N equal parts: `{parts}`")
         return help

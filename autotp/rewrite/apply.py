@@ -22,7 +22,7 @@ from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbe
 from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_rank_stream
-from autotp.rewrite import reads, regions
+from autotp.rewrite.specialise import specialise
 from autotp.slicing import take
 
 __all__ = ["Sharded", "apply", "refuse_sharded", "sharded"]
@@ -82,8 +82,7 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
             if placed.target == "module" and placed.layouts:
                 _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group)
         _cut(model, analysis.layouts, group.rank)
-        reads.install(model, analysis.reads, analysis.inventory.aliases, group)
-        regions.install(model, analysis.regions, group)
+        specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group)
         for path in analysis.random:
             use_rank_stream(model.get_submodule(path), group)
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:

@@ -1,0 +1,132 @@
+"""Modules that read their tensors through mappings, or have mappings at their border.
+
+Such a module gets a subclass of its own class. A tensor's name is a property there: `module.weight` is the
+copied or sliced value, in whatever code reads it, while `parameters()`, `state_dict()` and
+`load_state_dict` go on seeing the whole parameter. `forward` maps what goes in and what comes out, however
+it is called (hooks would be passed by in `module.forward(x)`). The class keeps its name, `isinstance`
+holds, deepcopy and pickle make it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autotp import mappings
+from autotp.comm import Group
+from autotp.diagnostic import UnprovenPath
+from autotp.propagate.reads import Read
+from autotp.propagate.regions import Region
+from autotp.trace.graph import tensors_in
+
+__all__ = ["specialise"]
+
+_KEY = "_autotp_own"
+
+
+@dataclass
+class _Own:
+    """What an instance does by itself: how it reads its tensors, by local name, and its border."""
+
+    group: Group
+    reads: dict[str, Read] = field(default_factory=dict)
+    region: Region | None = None
+
+
+def specialise(
+    model: nn.Module, reads: Iterable[Read], regions: Iterable[Region], aliases: Mapping[str, str], group: Group
+) -> None:
+    """Let every owner of a tensor that is named in `reads` read it mapped, and each region map its border."""
+    wanted = {read.name: read for read in reads}
+    found = {region.path: _Own(group, region=region) for region in regions}
+    for path, module in model.named_modules():
+        for key in (*module._parameters, *module._buffers):
+            name = f"{path}.{key}" if path else key
+            read = wanted.get(aliases.get(name, name))
+            if read is not None:
+                found.setdefault(path, _Own(group)).reads[key] = read
+    for path, own in found.items():
+        module = model.get_submodule(path)
+        module.__class__ = _subclass(type(module), tuple(sorted(own.reads)), own.region is not None)
+        module.__dict__[_KEY] = own
+
+
+_MADE: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+
+
+def _subclass(base: type[nn.Module], names: tuple[str, ...], border: bool) -> type[nn.Module]:
+    """The subclass of `base` in which `names` are read mapped; one for all instances."""
+    key = (base, names, border)
+    if key not in _MADE:
+        body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+        body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        body["__reduce_ex__"] = _reduce
+        if border:
+            body["forward"] = _forward(base)
+        _MADE[key] = type(base.__name__, (base,), body)
+    return _MADE[key]
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    own: _Own = module.__dict__[_KEY]
+    base = type(module).__mro__[1]
+    return _made_again, (base, tuple(sorted(own.reads)), own.region is not None), module.__dict__
+
+
+def _made_again(base: type[nn.Module], names: tuple[str, ...], border: bool) -> nn.Module:
+    made = _subclass(base, names, border)
+    return made.__new__(made)
+
+
+# -- reads
+
+
+def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
+    def read(module: nn.Module) -> Tensor | None:
+        stored = module._parameters.get(name)
+        tensor = stored if stored is not None else module._buffers.get(name)
+        if tensor is None:
+            return None
+        own: _Own = module.__dict__[_KEY]
+        how = own.reads[name]
+        value = mappings.copy(tensor, own.group) if how.copied else tensor
+        return mappings.slice(value, own.group, shard=how.shard) if how.shard is not None else value
+
+    return read
+
+
+# -- borders
+
+
+def _forward(base: type[nn.Module]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own: _Own = self.__dict__[_KEY]
+        assert own.region is not None
+        if torch.is_grad_enabled():  # a copy is for its gradient
+            args, kwargs = _mapped((args, kwargs), own, own.region.copied, mappings.copy, "is called with")
+        output = base.forward(self, *args, **kwargs)
+        return _mapped(output, own, own.region.reduced, mappings.reduce, "returns")
+
+    return forward
+
+
+def _mapped(value: Any, own: _Own, places: frozenset[str], mapping: Callable[..., Tensor], does: str) -> Any:
+    """`value` with the tensors at `places` mapped."""
+    if not places:
+        return value
+    assert own.region is not None
+    found = {place: tensor for place, tensor, _ in tensors_in(value)}
+    missing = sorted(places - found.keys())
+    if missing:
+        raise UnprovenPath(
+            f"{own.region.path} {does} other tensors than when its plan was proven: there is none at "
+            f"{', '.join(missing)}, but at {', '.join(sorted(found)) or 'no place'}; shard the model with "
+            "inputs= that call it this way"
+        )
+    new = {id(found[place]): mapping(found[place], own.group) for place in places}
+    return pytree.tree_map(lambda leaf: new.get(id(leaf), leaf), value)
