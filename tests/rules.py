@@ -179,6 +179,8 @@ class _Recorded:
                 flows = {n for n in node.all_input_nodes if needs.get(n) and (grads is None or n in grads)}
                 node.meta["grads"] = flows
                 needs[node] = bool(flows)
+                for written in node.meta["mutates"] if flows else ():
+                    needs.update(dict.fromkeys(_seen_through(written), True))
             node.meta["val"] = _with_grad(val, needs.get(node, False))
         result = Propagation(self.trace, Matches(tp, _PLAN, {}, {}, ()), {}, {})
         engine = _Engine(result, {})
@@ -298,6 +300,14 @@ class _Recorded:
         else:
             for rank, value in enumerate(got):
                 self._close(value, _part(want, layout, rank), f"{said}, rank {rank}")
+
+
+def _seen_through(node: fx.Node) -> Iterator[fx.Node]:
+    """A value and what it is a view of: a write into one is seen in all."""
+    yield node
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and any(r.alias_info is not None for r in schema.returns):
+        yield from _seen_through(node.all_input_nodes[0])
 
 
 def _say(placed: Placed) -> str:

@@ -66,6 +66,7 @@ def _partial(call: Call, values: tuple[Value, ...]) -> Layout:
     if (
         (call.name in LINEAR_IN_ONE and _stays_a_sum(call))
         or (call.name in _SUMS and not others and not any(_number(call[a]) for a in ("self", "other")))
+        or (call.name == "copy" and not others and _stays_a_sum(call))
         or (call.name in _SCALINGS and _scaled(call, partial, others))
         or (call.name in ("where", "masked_fill") and _chosen(call))
     ):
