@@ -23,12 +23,15 @@ __all__ = ["Samples", "make", "primes"]
 @dataclass(frozen=True)
 class Samples:
     """The arguments of one forward. `origin` is "given", "config" or "found"; `labels` are further keyword
-    arguments with which a transformers model also computes its loss."""
+    arguments with which a transformers model also computes its loss; `also` are samples of other ranks that
+    the forward takes as well, where autotp cannot tell which are meant: [batch, features] and
+    [batch, sequence, features]."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     origin: str
     labels: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[Samples, ...] = ()
 
     @classmethod
     def given(cls, inputs: Any) -> Samples:

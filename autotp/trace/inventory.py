@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autotp.inventory import Inventory, ModuleInfo, TensorInfo
 
 __all__ = ["inventory", "kind_of"]
 
+_LAZY = (UninitializedParameter, UninitializedBuffer)
 # The names that safetensors gives to dtypes.
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -54,9 +56,9 @@ def inventory(module: nn.Module) -> Inventory:
                 persistent = role == "parameter" or key not in owner._non_persistent_buffers_set
                 tensors[key] = TensorInfo(
                     name,
-                    tuple(tensor.shape),
+                    () if isinstance(tensor, _LAZY) else tuple(tensor.shape),
                     _DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
-                    tensor.element_size(),
+                    tensor.dtype.itemsize,
                     role,
                     persistent,
                 )

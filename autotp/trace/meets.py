@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,12 +45,13 @@ def found(module: nn.Module, *, pair: int = 0) -> Samples:
     required = [p for p in parameters if p.default is p.empty]
     # Arguments that may be left out often may not: forward(x=None).
     optional = [p for p in parameters if p.default is None]
-    search = _Search(module, list(_candidates(module, Sizes.of(module, pair=pair))), pair)
+    sizes = Sizes.of(module, pair=pair)
+    search = _Search(module, list(_candidates(module, sizes)), pair)
     best: tuple[int, Samples, TraceError | None] = (-1, Samples((), {}, "found"), None)
     for extra in range(len(optional) + 1):
         result = search.run([*required, *optional[:extra]])
         if result[2] is None:
-            return result[1]
+            return replace(result[1], also=search.longer(sizes.sequence))
         best = max(best, result, key=lambda r: r[0])
         if search.tries > _TRIES:
             break
@@ -75,6 +76,8 @@ class _Search:
         on_meta = floats is None or floats.is_meta
         self.device = torch.device("cpu") if on_meta or floats is None else floats.device
         self.seed = pair
+        self.parameters: list[inspect.Parameter] = []
+        self.chosen: dict[str, _Candidate] = {}
 
     def run(self, parameters: list[inspect.Parameter]) -> tuple[int, Samples, TraceError | None]:
         """How far the forward gets with the best choice, that choice, and what stops it."""
@@ -93,7 +96,18 @@ class _Search:
                         best, chosen, error = far, tried, failed
             if best == before:
                 break
+        self.parameters, self.chosen = parameters, chosen
         return best, self._samples(parameters, chosen), error
+
+    def longer(self, sequence: int) -> tuple[Samples, ...]:
+        """What was found as [batch, features], as [batch, sequence, features], if that runs too."""
+        flat = [n for n, c in self.chosen.items() if c.kind == "float" and len(c.shape) == 2]
+        if not flat:
+            return ()
+        shapes = {n: self.chosen[n].shape for n in flat}
+        chosen = self.chosen | {n: _Candidate((s[0], sequence, s[1]), "float") for n, s in shapes.items()}
+        far, _ = self._far(self.parameters, chosen)
+        return (self._samples(self.parameters, chosen),) if far == _DONE else ()
 
     def _far(
         self, parameters: list[inspect.Parameter], chosen: dict[str, _Candidate]

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.prune import BasePruningMethod
 
 from autotp.diagnostic import Diagnostic
 
 __all__ = ["unsupported"]
 
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _QUANTISED = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "torchao", "hqq", "quanto")
 
 
 def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
-    """A finding for each module whose weights are no plain tensors of its own, or whose forward is patched."""
+    """A finding for each module whose weights are no plain tensors, or whose forward is patched."""
     if isinstance(module, torch.jit.ScriptModule):
         yield Diagnostic(
             "AT221", f"{type(module).__name__} is a ScriptModule: its forward cannot be traced or rewritten",
@@ -47,7 +50,23 @@ def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
                 "AT224", f"{type(owner).__name__} holds quantised weights, which autotp cannot cut yet",
                 module=path, help=("shard the model before it is quantised",),
             )  # fmt: skip
+        if type(owner).__name__ in _WRAPPERS and type(owner).__module__.startswith("torch."):
+            yield Diagnostic(
+                "AT223", f"it is wrapped by {type(owner).__name__}", module=path or None,
+                help=("shard the model first, then wrap it",),
+            )  # fmt: skip
+        if any(isinstance(h, BasePruningMethod) for h in owner._forward_pre_hooks.values()):
+            yield Diagnostic(
+                "AT222", "its weight is computed by a pruning hook", module=path,
+                help=("call torch.nn.utils.prune.remove first",),
+            )  # fmt: skip
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+                yield Diagnostic(
+                    "AT224", f"{name} is not yet a tensor: its shape is set by the first forward",
+                    module=path, help=("run the model once, then shard it",),
+                )  # fmt: skip
+                continue
             plain = (torch.Tensor, nn.Parameter, nn.Buffer)
             if tensor is not None and type(tensor) not in plain:
                 yield Diagnostic(
