@@ -64,13 +64,14 @@ def verify(
     tp: int,
     inputs: Any = None,
     weights: str = "random",
-    dtype: torch.dtype | None = torch.float64,
+    dtype: torch.dtype | None = None,
 ) -> Verification:
     """Run every rank of a plan in this process and compare with the unsharded model; `model` is untouched.
 
     Outputs, every gradient and the merged state_dict are compared. `weights` is "random" (every weight is
-    drawn anew, since zero biases and norms of one hide faults) or "own"; `dtype` what the comparison runs
-    in (None: the model's own). The other arguments are those of `analyze`.
+    drawn anew, since zero biases and norms of one hide faults) or "own". `dtype` is what the comparison
+    runs in; without it float64 where the model runs in it, else the model's own. The other arguments are
+    those of `analyze`.
 
     Raises PlanError for a refused plan. Wrong numbers are not raised: `Verification.ok` is False.
 

@@ -46,6 +46,7 @@ class Verification:
     - `max_output_diff`   the largest |difference| of an output element, over all ranks
     - `max_grad_diff`     the largest |difference| of a gradient, relative as above, over all parameters
     - `worst_parameter`   the parameter or input with that gradient
+    - `dtype`             what the model was compared in
     - `tolerance`         what both are held to: by the least precise dtype that the forward computes in
     - `zero_gradients`    parameters whose true gradient is zero, so that only the floor compares them
     - `state_dict_equal`  whether the ranks' parts merge to the original, bit for bit
@@ -56,6 +57,7 @@ class Verification:
     max_output_diff: float
     max_grad_diff: float
     worst_parameter: str
+    dtype: torch.dtype | None
     tolerance: float
     state_dict_equal: bool
     modes: tuple[str, ...]
@@ -90,8 +92,9 @@ def compare(
         raise UsageError(f'weights is "random" or "own", not {weights!r}')
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise UsageError("verify computes, so it needs a model with weights; this one is on the meta device")
-    base = _prepared(model, weights, dtype)
-    samples = _cast(make(base, inputs), dtype)
+    base = _prepared(model, weights)
+    base, samples = _in_dtype(base, make(base, inputs), dtype)
+    computed = next((p.dtype for p in base.parameters() if p.is_floating_point()), None)
     tolerance = _tolerance(base, samples)
     modes = ["eval"] + ["train"] * ("train" in analysis.modes and not _draws_in_train(base, samples))
     output = gradient = 0.0
@@ -114,7 +117,9 @@ def compare(
         collectives = tuple(run.collectives for run in runs)
     scale = max([1.0, *(float(o.abs().max()) for o in reference.outputs if o.numel())])
     ok = output <= tolerance * scale and gradient <= tolerance and equal
-    return Verification(ok, output, gradient, worst, tolerance, equal, tuple(modes), tuple(zero), collectives)
+    return Verification(
+        ok, output, gradient, worst, computed, tolerance, equal, tuple(modes), tuple(zero), collectives
+    )
 
 
 def _rank(copies: Sequence[nn.Module], analysis: Analysis, samples: Samples, group: Group) -> _Run:
@@ -123,16 +128,14 @@ def _rank(copies: Sequence[nn.Module], analysis: Analysis, samples: Samples, gro
     return _run(copies[group.rank], samples, counted)
 
 
-def _prepared(model: nn.Module, weights: str, dtype: torch.dtype | None) -> nn.Module:
-    """A copy to compute with: in `dtype`, with weights that hide nothing, every parameter trainable."""
+def _prepared(model: nn.Module, weights: str) -> nn.Module:
+    """A copy to compute with: with weights that hide nothing, every parameter trainable."""
     try:
         base = copy.deepcopy(model)
     except Exception as error:
         raise UsageError(
             f"{type(model).__name__} cannot be deep-copied, so ranks cannot be simulated: {error}"
         ) from error
-    if dtype is not None:
-        base = base.to(dtype)
     if weights == "random":
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -145,6 +148,22 @@ def _prepared(model: nn.Module, weights: str, dtype: torch.dtype | None) -> nn.M
                 around_one = parameter.dim() == 1 and bool((parameter == 1).all())  # a norm's weight
                 parameter.copy_((0.5 + drawn) if around_one else normal)
     return base
+
+
+def _in_dtype(base: nn.Module, samples: Samples, dtype: torch.dtype | None) -> tuple[nn.Module, Samples]:
+    """The model and its inputs in `dtype`: float64 if none is named, unless an op of the model refuses it."""
+    wanted = dtype or torch.float64
+    cast, inputs = copy.deepcopy(base).to(wanted), _cast(samples, wanted)
+    try:
+        with torch.no_grad():
+            copy.deepcopy(cast)(*inputs.args, **inputs.kwargs)
+    except Exception as error:
+        if dtype is not None:
+            raise UsageError(
+                f"{type(base).__name__} does not run in {str(dtype).removeprefix('torch.')}: {error}"
+            ) from error
+        return base, _cast(samples, None)
+    return cast, inputs
 
 
 def _cast(samples: Samples, dtype: torch.dtype | None) -> Samples:

@@ -71,7 +71,7 @@ def test_zero_gradients_are_listed():
 
 def test_own_weights_and_own_dtype():
     model = models.randomised(models.MLP(), dtype=torch.float32)
-    result = autotp.verify(model, PLAN, tp=2, weights="own", dtype=None)
+    result = autotp.verify(model, PLAN, tp=2, weights="own", dtype=torch.float32)
     assert result.ok and result.tolerance == 1e-5
     with pytest.raises(autotp.UsageError, match="or \"own\", not 'mine'"):
         autotp.verify(model, PLAN, tp=2, weights="mine")
