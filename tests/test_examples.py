@@ -36,7 +36,7 @@ def seconds():
 def run(*command):
     before = seconds()
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=120
+        [sys.executable, *command], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert seconds() - before < 30
