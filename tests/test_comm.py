@@ -480,6 +480,13 @@ def test_modes_of_the_caller_hold_in_every_rank_and_changes_stay_in_it() -> None
         assert simulate(2, modes) == [(*plain[:5], torch.device("meta"))] * 2
 
 
+def test_a_simulated_rank_computes_with_the_callers_number_of_threads() -> None:
+    """The last bits of a matmul depend on it."""
+    a, b = (torch.randn(40, 40, dtype=torch.float64) for _ in range(2))
+    for product in simulate(2, lambda group: a @ b):
+        assert torch.equal(product, a @ b)
+
+
 def test_one_rank_runs_at_a_time() -> None:
     inside = []
 

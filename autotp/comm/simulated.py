@@ -236,6 +236,7 @@ def _write_globals(state: tuple[Any, ...]) -> None:
 @contextmanager
 def _as_the_caller(settings: dict[str, Any]) -> Iterator[None]:
     """Set in this thread what torch keeps per thread."""
+    torch.set_num_threads(settings["threads"])  # a new thread has its own number, and other last bits
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(settings["inference"]))
         stack.enter_context(torch.set_grad_enabled(settings["grad"]))
@@ -252,6 +253,7 @@ def _as_the_caller(settings: dict[str, Any]) -> Iterator[None]:
 def _settings() -> dict[str, Any]:
     """What the caller's thread has set."""
     return {
+        "threads": torch.get_num_threads(),
         "inference": torch.is_inference_mode_enabled(),
         "grad": torch.is_grad_enabled(),
         "device": torch.get_default_device(),
