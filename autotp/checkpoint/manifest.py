@@ -156,9 +156,13 @@ class Output:
             shard = self.layouts.get(entry.name)
             shape = entry.shape if shard is None else shard.local_shape(entry.shape, self.rank)
             local[entry.name] = (entry.dtype, shape, self.rows(entry).nbytes)
-        raw, _ = encode_header(local, file.metadata)
+        raw, starts = encode_header(local, file.metadata)
+        entries = {
+            name: Entry(name, local[name][0], local[name][1], start, start + local[name][2])
+            for name, start in starts.items()
+        }
         size = len(raw) + sum(nbytes for _, _, nbytes in local.values())
-        return parse_header(raw, size=size, path=self.home / file.path.name)
+        return Header(self.home / file.path.name, size, raw, entries, file.metadata)
 
     def index(self, headers: Sequence[Header], source: bytes) -> bytes:
         """The text of the index in `home` for the files with these headers, and the source's index."""

@@ -25,6 +25,7 @@ __all__ = ["CHUNK", "Block", "Differs", "Part", "Source", "open_to_read", "read_
 __all__ += ["read_rank", "spans", "typed"]
 
 CHUNK = 1 << 20  # bytes of a block
+LONG = 64 << 10  # bytes from which on a piece of a row is read alone
 Block = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -132,13 +133,17 @@ def read_exactly(part: Part, into: Block, place: int) -> None:
 def read_local(part: Part, wanted: Rows, into: Block, scratch: Block) -> None:
     """Fill `into` with what `wanted` says of a tensor that `part` holds whole.
 
-    Rows of more than 1 MiB are read piece by piece, only what is wanted; shorter ones a block at a time.
+    Long pieces, and those of a tensor that is one row, are read alone, each into its place; short ones a
+    block at a time, with what lies between them: that is faster than a call for each.
     """
+    shortest = min((high - low for low, high, _ in wanted.ranges), default=0)
+    if wanted.count == 1 or shortest >= LONG or wanted.length > CHUNK:
+        for row in range(wanted.count):
+            for low, high, place in wanted.ranges:
+                at = row * wanted.local + place
+                read_exactly(part, into[at : at + high - low], row * wanted.length + low)
+        return
     for start, stop in spans(wanted.count * wanted.length, [wanted.length]):
-        if wanted.length > CHUNK or wanted.whole:
-            for low, high, place in wanted.within(start, stop):
-                read_exactly(part, into[place : place + high - low], start + low)
-            continue
         count, row = (stop - start) // wanted.length, start // wanted.length
         block = scratch[: stop - start]
         read_exactly(part, block, start)
