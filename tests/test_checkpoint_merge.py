@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from autotp.checkpoint import convert, merge
-from autotp.checkpoint.carry import Whole, carry
+from autotp.checkpoint.carry import carry
 from autotp.checkpoint.folder import open_folder
-from autotp.checkpoint.manifest import Manifest, Output, rank_folder
+from autotp.checkpoint.manifest import Manifest
+from autotp.checkpoint.output import Output, rank_folder
+from autotp.checkpoint.supply import Whole
 from autotp.diagnostic import CheckpointError
 from autotp.header import read_header
 from autotp.placement import Deal, Shard, deal

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import choose_plan, decide_layouts
-from autotp.checkpoint.manifest import Manifest, Output, rank_folder
+from autotp.checkpoint.manifest import Manifest
+from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 from autotp.diagnostic import CheckpointError
@@ -54,8 +55,9 @@ def convert(
 
         autotp.convert("all-MiniLM-L6-v2", "out", tp=2)      # out/rank-0-of-2/model.safetensors, …
     """
-    from autotp.checkpoint.carry import Whole, carry
+    from autotp.checkpoint.carry import carry
     from autotp.checkpoint.digest import new_digest
+    from autotp.checkpoint.supply import Whole
 
     source, target = Path(source), Path(target)
     new_digest(digest)

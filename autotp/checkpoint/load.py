@@ -19,8 +19,9 @@ from torch import nn
 from autotp.checkpoint.digest import new_digest
 from autotp.checkpoint.fit import DTYPES, Stored, misfits, slots_of
 from autotp.checkpoint.folder import MANIFEST, open_folder
-from autotp.checkpoint.manifest import Manifest, Output, load_manifest, rank_folder
+from autotp.checkpoint.manifest import Manifest, load_manifest
 from autotp.checkpoint.names import resolve
+from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.pickled import Pickled, holds_pickles
 from autotp.checkpoint.ranks import checked_header
 from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local

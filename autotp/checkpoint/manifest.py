@@ -14,23 +14,22 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from autotp.checkpoint.folder import INDEX, MANIFEST, is_plain_name, read_config, read_text
+from autotp.checkpoint.manifest_text import FileText, ManifestText, layout_of, layout_text
+from autotp.checkpoint.output import rank_folder
 from autotp.diagnostic import CheckpointError, PlanError
-from autotp.header import Entry, Header, encode_header, parse_header, parse_json
-from autotp.placement import Deal, Shard
+from autotp.header import Header, parse_header, parse_json
+from autotp.placement import Shard
 from autotp.plan import Plan, as_plan
-from autotp.slicing import Rows, rows
 
-__all__ = ["Digests", "Manifest", "Output", "load_manifest", "rank_folder"]
-
-MOST_PIECES = 1 << 16  # groups or sections of one dim
+__all__ = ["Digests", "Manifest", "load_manifest"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Manifest:
                 tensors[name] = {"digest": digests.whole}
                 if name in self.layouts:
                     tensors[name] |= {
-                        "layout": _layout_data(self.layouts[name]),
+                        "layout": layout_text(self.layouts[name]),
                         "parts": list(digests.parts),
                     }
         table = {
@@ -103,7 +102,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     if table.get("format") != "autotp" or table.get("version") != 1:
         _refuse(path, "is not a manifest of autotp in version 1")
     try:
-        text = _Text.model_validate(table)
+        text = ManifestText.model_validate(table)
         plan = as_plan(text.plan)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -129,99 +128,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     )
 
 
-def rank_folder(folder: Path, rank: int, tp: int) -> Path:
-    """Where a rank's files stand: `rank-0-of-2`."""
-    return folder / f"rank-{rank}-of-{tp}"
-
-
-@dataclass(frozen=True)
-class Output:
-    """One folder to write: one rank's parts, or (`rank` None) every tensor whole, as in the source."""
-
-    home: Path
-    layouts: Mapping[str, Shard]
-    rank: int | None
-
-    def rows(self, entry: Entry) -> Rows:
-        """What of a tensor belongs here."""
-        shard = None if self.rank is None else self.layouts.get(entry.name)
-        return rows(entry.shape, entry.itemsize, shard, self.rank or 0)
-
-    def header(self, file: Header) -> Header:
-        """The header of the file in `home` that holds this output's part of a source file."""
-        if self.rank is None:
-            return replace(file, path=self.home / file.path.name)
-        local = {}
-        for entry in file.tensors.values():
-            shard = self.layouts.get(entry.name)
-            shape = entry.shape if shard is None else shard.local_shape(entry.shape, self.rank)
-            local[entry.name] = (entry.dtype, shape, self.rows(entry).nbytes)
-        raw, starts = encode_header(local, file.metadata)
-        entries = {
-            name: Entry(name, local[name][0], local[name][1], start, start + local[name][2])
-            for name, start in starts.items()
-        }
-        size = len(raw) + sum(nbytes for _, _, nbytes in local.values())
-        return Header(self.home / file.path.name, size, raw, entries, file.metadata)
-
-    def index(self, headers: Sequence[Header], source: bytes) -> bytes:
-        """The text of the index in `home` for the files with these headers, and the source's index."""
-        if self.rank is None:
-            return source
-        total = sum(entry.nbytes for header in headers for entry in header.tensors.values())
-        weight_map = {name: header.path.name for header in headers for name in header.tensors}
-        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class _File(_Model):
-    name: str
-    size: Annotated[int, Field(ge=8, lt=1 << 63)]
-    header: str
-
-
-class _Deal(_Model):
-    units: Annotated[int, Field(ge=1)]
-    ranges: list[list[int]]
-    declared: Annotated[int, Field(ge=0)] = 0
-
-
-class _Section(_Model):
-    size: Annotated[int, Field(ge=0)]
-    deal: _Deal | None
-
-
-class _Layout(_Model):
-    dim: Annotated[int, Field(ge=0, lt=64)]
-    groups: Annotated[int, Field(ge=1, le=MOST_PIECES)] = 1
-    deal: _Deal | None = None
-    sections: Annotated[list[_Section], Field(min_length=1, max_length=MOST_PIECES)] | None = None
-
-
-class _Tensor(_Model):
-    digest: str
-    layout: _Layout | None = None
-    parts: list[str] = []
-
-
-class _Text(_Model):
-    format: Literal["autotp"]
-    version: Literal[1]
-    tp: Annotated[int, Field(ge=1, le=1 << 16)]
-    proof: Literal["layouts", "none"]
-    digest: Literal["xxh3", "sha256", "none"]
-    plan: dict[str, Any]
-    files: Annotated[list[_File], Field(min_length=1)]
-    index: str | None
-    companions: dict[str, str]
-    tensors: dict[str, _Tensor]
-
-
-def _header(path: Path, file: _File) -> Header:
+def _header(path: Path, file: FileText) -> Header:
     """A source file's header out of its stored text."""
     if not is_plain_name(file.name) or not file.name.endswith(".safetensors"):
         _refuse(path, f"{file.name!r} is not a plain .safetensors file name")
@@ -232,7 +139,7 @@ def _header(path: Path, file: _File) -> Header:
 
 
 def _tensors(
-    path: Path, text: _Text, files: tuple[Header, ...]
+    path: Path, text: ManifestText, files: tuple[Header, ...]
 ) -> tuple[dict[str, Shard], dict[str, Digests]]:
     """The layouts and digests by tensor, checked against the headers."""
     entries = {name: entry for file in files for name, entry in file.tensors.items()}
@@ -245,7 +152,7 @@ def _tensors(
     layouts, digests = {}, {}
     for name, tensor in text.tensors.items():
         if tensor.layout is not None:
-            shard = _shard(path, name, tensor.layout, text.tp)
+            shard = layout_of(path, name, tensor.layout, text.tp)
             shape = entries[name].shape
             if shard.dim >= len(shape) or not shard.fits(shape[shard.dim]):
                 _refuse(path, f"tensor {name!r} of shape {list(shape)} cannot be cut as {shard}")
@@ -256,42 +163,6 @@ def _tensors(
             _refuse(path, f"tensor {name!r} has {len(tensor.parts)} digests of parts")
         digests[name] = Digests(tensor.digest, tuple(tensor.parts))
     return layouts, digests
-
-
-def _shard(path: Path, name: str, layout: _Layout, tp: int) -> Shard:
-    """A layout out of its stored form; every unit must have a holder, whole or shared as one."""
-
-    def dealt(deal: _Deal) -> Deal:
-        pairs = len(deal.ranges) == tp and all(len(pair) == 2 for pair in deal.ranges)
-        held = sorted({(start, stop) for start, stop in deal.ranges}) if pairs else []
-        edges = [0, *(stop for _, stop in held)]
-        in_turn = [start for start, _ in held] == edges[:-1] and all(start < stop for start, stop in held)
-        if not held or not in_turn or edges[-1] != deal.units:
-            _refuse(path, f"tensor {name!r}: its deal does not give each unit to a rank")
-        return Deal(deal.units, tuple((start, stop) for start, stop in deal.ranges), declared=deal.declared)
-
-    sections = layout.sections
-    if (layout.deal is None) == (sections is None) or (sections and all(s.deal is None for s in sections)):
-        _refuse(path, f"tensor {name!r}: its layout has neither a deal nor dealt sections, or both")
-    if layout.deal is not None:
-        return Shard(layout.dim, dealt(layout.deal), groups=layout.groups)
-    assert sections is not None
-    pieces = tuple((piece.size, None if piece.deal is None else dealt(piece.deal)) for piece in sections)
-    return Shard(layout.dim, sections=pieces)
-
-
-def _layout_data(shard: Shard) -> dict[str, Any]:
-    """A layout as JSON data; the inverse of `_shard`."""
-
-    def dealt(deal: Deal) -> dict[str, Any]:
-        ranges = [list(pair) for pair in deal.ranges]
-        return {"units": deal.units, "ranges": ranges, "declared": deal.declared}
-
-    if shard.sections is None:
-        assert shard.deal is not None, "a Shard without sections has a deal"
-        return {"dim": shard.dim, "groups": shard.groups, "deal": dealt(shard.deal)}
-    pieces = [{"size": n, "deal": None if deal is None else dealt(deal)} for n, deal in shard.sections]
-    return {"dim": shard.dim, "sections": pieces}
 
 
 def _is_relative_name(name: str) -> bool:

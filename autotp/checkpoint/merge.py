@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autotp.checkpoint.manifest import Output, load_manifest
+from autotp.checkpoint.manifest import load_manifest
+from autotp.checkpoint.output import Output
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 

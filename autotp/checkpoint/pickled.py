@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from autotp.checkpoint.carry import Ties
 from autotp.checkpoint.digest import digest_of
 from autotp.checkpoint.fit import NAMES
 from autotp.checkpoint.folder import (
@@ -32,6 +31,7 @@ from autotp.checkpoint.folder import (
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.manifest import Digests
 from autotp.checkpoint.read import Block
+from autotp.checkpoint.supply import Ties
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, encode_header, parse_header
 
@@ -52,7 +52,7 @@ def holds_pickles(path: Path) -> bool:
 
 
 class Pickled:
-    """A `Supply` (carry.py) of the tensors in pickled files; `folder` shows them as .safetensors files."""
+    """A `Supply` (supply.py) of the tensors in pickled files; `folder` shows them as .safetensors files."""
 
     def __init__(self, path: Path) -> None:
         home = path if path.is_dir() else path.parent
@@ -90,7 +90,7 @@ class Pickled:
         return {name: t for source in self.sources.values() for name, t in load_tensors(source).items()}
 
     def identity(self) -> list[list[Any]]:
-        """See carry.Supply."""
+        """See Supply."""
         known = [
             [source.name, status.st_size, status.st_mtime_ns, ""]
             for source in (*self.sources.values(), *self.companions().values())
@@ -99,7 +99,7 @@ class Pickled:
         return [*known, *([file.path.name, 0, 0, digest_of(file.raw, "xxh3")] for file in self.folder.files)]
 
     def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], _Memory]:
-        """See carry.Supply."""
+        """See Supply."""
         tensors = load_tensors(self.sources[file.path.name])
         return lambda entry: _Memory(tensors[entry.name])
 
@@ -114,7 +114,7 @@ class Pickled:
         self.ties.check(digests)
 
     def differs(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
-        """See carry.Supply."""
+        """See Supply."""
         raise AssertionError("a pickled checkpoint has one copy of each tensor")
 
     def companions(self) -> Mapping[str, Path]:

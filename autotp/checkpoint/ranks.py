@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from autotp.checkpoint.carry import identity, part_digest, refuse_changed
+from autotp.checkpoint.carry import part_digest
 from autotp.checkpoint.folder import MANIFEST, regular_file
-from autotp.checkpoint.manifest import Digests, Manifest, Output, rank_folder
+from autotp.checkpoint.manifest import Digests, Manifest
+from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.read import Block, Part, Source, open_to_read, spans, typed
+from autotp.checkpoint.supply import identity, refuse_changed
 from autotp.checkpoint.write import Buffers
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, read_header
@@ -23,7 +25,7 @@ __all__ = ["Ranks", "checked_header"]
 
 
 class Ranks:
-    """A `Supply` (carry.py) that gathers each tensor from the shards of all ranks.
+    """A `Supply` (supply.py) that gathers each tensor from the shards of all ranks.
 
     Every rank's headers are checked against the manifest first. Raises CheckpointError for a rank folder
     too few or too many, and for a file whose tensors are not those that were written.
@@ -43,7 +45,7 @@ class Ranks:
         }
 
     def identity(self) -> list[list[Any]]:
-        """The files of all ranks, as carry.Supply says."""
+        """The files of all ranks, as Supply says."""
         files = [header for headers in self.headers.values() for header in headers]
         return [[str(file.path.relative_to(self.folder)), *identity(file)[1:]] for file in files]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from autotp.checkpoint.layouts import decide_layouts
-from autotp.checkpoint.manifest import Output, load_manifest, rank_folder
+from autotp.checkpoint.manifest import load_manifest
+from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 

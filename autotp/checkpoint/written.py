@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotp.checkpoint.folder import INDEX
-from autotp.checkpoint.manifest import Output
+from autotp.checkpoint.output import Output
 from autotp.diagnostic import CheckpointError
 from autotp.header import Header
 from autotp.plan import Plan
