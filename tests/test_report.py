@@ -5,7 +5,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from torch import nn
 
+import autotp
 from autotp.analysis import LAYOUTS
 from autotp.cost import Collective, collectives_of
 from autotp.diagnostic import Diagnostic, Span
@@ -211,6 +214,38 @@ def test_edits_are_shown(mlp):
     assert "edits of the model's own code:\n- h = 4\n+ h = local(4)\n\n" in render(edited) + "\n\n"
 
 
+class PerHead(nn.Module):
+    """A learned scale and a slope for each head, whole in the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.slopes = nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, x):
+        heads = self.fc1(x).view(*x.shape[:-1], -1, 4)
+        return self.fc2((heads * self.scale * self.slopes).flatten(-2))
+
+
+def test_what_the_proof_adds_is_listed():
+    analysis = autotp.analyze(PerHead(), {"fc1": {"style": "column", "heads": 3}, "fc2": "row"}, tp=2)
+    assert analysis.ok, str(analysis)
+    text = str(analysis)
+    assert "\nadded by the proof\n" in text
+    assert "  scale   copied where it is read: its gradient is summed\n" in text
+    assert (
+        "  slopes  copied where it is read: its gradient is summed, "
+        "each rank reads its part: 3 elements -> 2 + 1\n"
+    ) in text
+    assert "each rank reads its part: 3 elements -> 2 + 1" in page(analysis.to_html()).text
+    reads = json.loads(analysis.to_json())["reads"]
+    assert {read["name"]: read["layout"] for read in reads} == {
+        "scale": None,
+        "slopes": {"dim": 0, "ranges": [[[0, 2]], [[2, 3]]]},
+    }
+
+
 def test_colour_only_when_asked(mlp):
     analysis = mlp({"fc1": "column", "fc3": "row"})
     assert "\x1b" not in render(analysis)
@@ -222,7 +257,8 @@ def test_colour_only_when_asked(mlp):
 KEYS = {
     "report": int, "target": str, "plan_name": str, "plan": dict, "tp": int, "ok": bool, "certainty": str,
     "modes": list, "random": list, "matched": dict, "unmatched": list, "tensors": dict, "whole": list,
-    "collectives": list, "bytes": dict, "sharded_fraction": float, "edits": str, "diagnostics": list,
+    "reads": list, "regions": list, "collectives": list, "bytes": dict, "sharded_fraction": float,
+    "edits": str, "diagnostics": list,
 }  # fmt: skip
 
 

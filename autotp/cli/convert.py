@@ -114,17 +114,15 @@ def merge(
 
 
 def _summary(written: Written) -> str:
-    """Each folder with its bytes, and the total."""
+    """Each rank's folder with its bytes, and the total."""
     from autotp.report.words import bytes_words, count
 
     folders: dict[str, int] = {}
     for name, size in written.files:
-        folder = str(Path(name).parent)
-        folders[folder] = folders.get(folder, 0) + size
-    width = max(map(len, folders), default=0)
-    lines = [
-        f"  {name.ljust(width)}  {bytes_words(size):>10}" for name, size in folders.items() if name != "."
-    ]
+        first, *rest = Path(name).parts
+        if rest and written.tp > 1:
+            folders[first] = folders.get(first, 0) + size
+    lines = [f"  {name}  {bytes_words(size):>10}" for name, size in folders.items()]
     verb = "would write" if written.dry_run else "wrote"
     total = f"{count(len(written.files), 'file')}, {bytes_words(written.nbytes)}"
     free = f" ({bytes_words(written.free)} are free)" if written.dry_run else ""

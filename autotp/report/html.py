@@ -7,6 +7,7 @@ from html import escape
 
 from autotp.analysis import Analysis
 from autotp.cost import left_whole
+from autotp.report.added import added_lines
 from autotp.report.table import bytes_line, collective_lines, headline, rows, verdict
 from autotp.report.words import bytes_words
 
@@ -43,6 +44,8 @@ def render(analysis: Analysis) -> str:
             ),
             numbers=(1, 2),
         ),
+        "<h2>Added by the proof</h2>",
+        _table(("tensors or modules", "what is added"), added_lines(analysis), numbers=()),
         "<h2>Collectives</h2>",
         _table(("where", "forward", "backward"), collective_lines(analysis.collectives), numbers=()),
         f"<p>{escape(bytes_line(analysis))}</p>",

@@ -90,6 +90,18 @@ def document(analysis: Analysis) -> dict[str, object]:
             {"name": r.name, "tensors": r.tensors, "bytes": r.nbytes, "reason": r.why}
             for r in left_whole(inventory, analysis.matches, layouts)
         ],
+        "reads": [
+            {
+                "name": read.name,
+                "copied": read.copied,
+                "layout": None if read.shard is None else layout_data(read.shard, tensors[read.name].shape),
+            }
+            for read in analysis.reads
+        ],
+        "regions": [
+            {"module": region.path, "copied": sorted(region.copied), "reduced": sorted(region.reduced)}
+            for region in analysis.regions
+        ],
         "collectives": [
             {
                 "module": one.module,

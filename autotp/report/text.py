@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.cost import left_whole
 from autotp.diagnostic import Diagnostic
+from autotp.report.added import added_lines
 from autotp.report.table import Row, absent, bytes_line, collective_lines, headline, rows, verdict
 from autotp.report.words import bytes_words, count, shortened
 
@@ -24,7 +25,12 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
     lines += _table(rows(analysis))
     if absent(analysis):
         lines.append(f"not in this model, and optional: {', '.join(absent(analysis))}")
-    lines += ["", *_whole(analysis), "", *_collectives(analysis), "", bytes_line(analysis)]
+    lines += ["", *_whole(analysis)]
+    added = added_lines(analysis)
+    if added:
+        width = max(len(name) for name, _ in added)
+        lines += ["", "added by the proof", *(f"  {name.ljust(width)}  {words}" for name, words in added)]
+    lines += ["", *_collectives(analysis), "", bytes_line(analysis)]
     if analysis.edits:
         lines += ["", "edits of the model's own code:", analysis.edits.rstrip("\n")]
     shown = [finding for finding in analysis.diagnostics if finding.code != TOLD]
