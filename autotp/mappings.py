@@ -17,7 +17,6 @@ be differentiated again. Nothing is written in place, and a group of one returns
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm import Group, group_of
 from autotp.comm.group import contiguous_copy
-from autotp.diagnostic import UsageError
-from autotp.placement import Shard, deal
+from autotp.cut import Cut, local_cut, whole_cut
+from autotp.placement import Shard
 
 __all__ = [
     "MAPPINGS",
-    "Cut",
     "all_gather",
     "copy",
-    "cut_of",
     "gather",
     "owned",
     "reduce",
@@ -48,48 +45,6 @@ __all__ = [
 ]
 
 Mesh = Group | DeviceMesh | ProcessGroup | None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which elements of a dim of `size` each rank holds: `ranges[rank]` in order.
-
-    `whole` says that the ranks' parts in rank order are the dim itself; `shared` that some element is
-    held by more than one rank (its owner is the first of them).
-    """
-
-    dim: int
-    size: int
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-    sizes: tuple[int, ...]
-    whole: bool
-    shared: bool
-
-    def pieces(self) -> list[tuple[int, int, int, int]]:
-        """(start in the dim, length, rank, start in the rank's part) of every piece, by start and rank."""
-        found = []
-        for rank, ranges in enumerate(self.ranges):
-            local = 0
-            for start, stop in ranges:
-                if stop > start:
-                    found.append((start, stop - start, rank, local))
-                local += stop - start
-        return sorted(found)
-
-
-def cut_of(shard: Shard, size: int, dim: int) -> Cut:
-    """The cut of a dim of `size` elements by `shard`, on `dim` of the value (0 … ndim - 1)."""
-    ranges = tuple(tuple(shard.ranges(size, rank)) for rank in range(shard.tp))
-    sizes = tuple(shard.local_size(size, rank) for rank in range(shard.tp))
-    flat = [bounds for own in ranges for bounds in own if bounds[1] > bounds[0]]
-    return Cut(
-        dim=dim,
-        size=size,
-        ranges=ranges,
-        sizes=sizes,
-        whole=all(a[1] == b[0] for a, b in itertools.pairwise(flat)),
-        shared=sum(sizes) > size,
-    )
 
 
 Kernel = Callable[[Tensor, Group, Any], Tensor]
@@ -224,66 +179,12 @@ def _apply(name: str, x: Tensor, group: Group, cut: Cut | None) -> Tensor:
     return y
 
 
-def _whole_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard | None) -> Cut:
-    """How a whole dim of `x` is cut."""
-    dim = _checked_dim(name, x, dim, shard)
-    size = x.shape[dim]
-    if shard is None:
-        if size < group.size:
-            raise UsageError(f"{name} on dim {dim}: its size {size} is less than the {group.size} ranks")
-        shard = Shard(dim, deal(size, group.size))
-    _check_ranks(name, shard, group)
-    if not shard.fits(size):
-        raise UsageError(f"{name} on dim {dim}: its size {size} does not fit {shard} over {group.size} ranks")
-    return cut_of(shard, size, dim)
-
-
-def _local_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard | None) -> Cut:
-    """How the whole dim is cut of which `x` holds this rank's part."""
-    dim = _checked_dim(name, x, dim, shard)
-    local = x.shape[dim]
-    if shard is None:
-        if local == 0:
-            raise UsageError(f"{name} on dim {dim}: its size is 0 on each of {group.size} ranks")
-        return cut_of(Shard(dim, deal(local * group.size, group.size)), local * group.size, dim)
-    _check_ranks(name, shard, group)
-    size = _whole_size(shard, local, group.rank)
-    if size is None or not shard.fits(size) or shard.local_size(size, group.rank) != local:
-        raise UsageError(
-            f"{name} on dim {dim}: its local size {local} is not a part of {shard} "
-            f"on rank {group.rank} of {group.size}"
-        )
-    return cut_of(shard, size, dim)
-
-
-def _whole_size(shard: Shard, local: int, rank: int) -> int | None:
-    """The size of a dim of which `rank` holds `local` elements."""
-    if shard.deal is None:
-        return sum(size for size, _ in shard.pieces(0))
-    start, stop = shard.deal.ranges[rank]
-    size, rest = divmod(local * shard.deal.units, max(stop - start, 1))
-    return None if rest or stop == start else size
-
-
-def _checked_dim(name: str, x: Tensor, dim: int | None, shard: Shard | None) -> int:
-    if dim is None:
-        dim = -1 if shard is None else shard.dim
-    if not -x.ndim <= dim < x.ndim:
-        raise UsageError(f"{name} on dim {dim}: the value has {x.ndim} dims")
-    return dim % x.ndim
-
-
-def _check_ranks(name: str, shard: Shard, group: Group) -> None:
-    if shard.tp != group.size:
-        raise UsageError(f"{name}: {shard} is for {shard.tp} ranks, the group has {group.size}")
-
-
 def owned(x: Tensor, group: Group, *, shard: Shard) -> Tensor:
     """This rank's part `x` of a sharded value, with zeros for the elements that an earlier rank holds too.
 
     For what counts every element of the whole once. No communication; without shared elements `x` itself.
     """
-    cut = _local_cut("owned", x, group, None, shard)
+    cut = local_cut("owned", x, group, None, shard)
     return _without_others(contiguous_copy(x), group, cut) if cut.shared else x
 
 
@@ -326,7 +227,7 @@ def gather(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shar
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("gather", x, group, _local_cut("gather", x, group, dim, shard))
+    return _apply("gather", x, group, local_cut("gather", x, group, dim, shard))
 
 
 def all_gather(
@@ -336,7 +237,7 @@ def all_gather(
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("all_gather", x, group, _local_cut("all_gather", x, group, dim, shard))
+    return _apply("all_gather", x, group, local_cut("all_gather", x, group, dim, shard))
 
 
 def scatter(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shard | None = None) -> Tensor:
@@ -350,7 +251,7 @@ def scatter(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Sha
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("scatter", x, group, _whole_cut("scatter", x, group, dim, shard))
+    return _apply("scatter", x, group, whole_cut("scatter", x, group, dim, shard))
 
 
 def slice(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shard | None = None) -> Tensor:
@@ -358,7 +259,7 @@ def slice(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shard
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("slice", x, group, _whole_cut("slice", x, group, dim, shard))
+    return _apply("slice", x, group, whole_cut("slice", x, group, dim, shard))
 
 
 def reduce_scatter(
@@ -368,4 +269,4 @@ def reduce_scatter(
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("reduce_scatter", x, group, _whole_cut("reduce_scatter", x, group, dim, shard))
+    return _apply("reduce_scatter", x, group, whole_cut("reduce_scatter", x, group, dim, shard))

@@ -9,17 +9,15 @@ has it. Backward runs in the rank's own thread, so its collectives are like any 
 from __future__ import annotations
 
 import contextvars
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor
 
+from autotp.comm.baton import Call, Room, Stopped, read_globals, write_globals
 from autotp.comm.group import EXCHANGE_TIMEOUT, KnownGroup
 from autotp.diagnostic import UsageError
 
@@ -27,94 +25,6 @@ __all__ = ["SimulatedGroup", "simulate"]
 
 T = TypeVar("T")
 _here = threading.local()  # .seat: the (room, rank) that this thread runs as
-
-
-class _Stopped(BaseException):
-    """Raised in the ranks that are left when one has failed; not an Exception, so that nobody keeps it."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A rank's part of a collective: what must agree (`kind`, `terms`), and what it brings."""
-
-    kind: str
-    terms: tuple[Any, ...]
-    value: Any
-    combine: Callable[[list[Any]], list[Any]]
-
-    def __str__(self) -> str:
-        if not isinstance(self.value, Tensor):
-            return self.kind
-        detail = "".join(f", {term}" for term in self.terms[2:])
-        return f"{self.kind}({str(self.value.dtype).removeprefix('torch.')}{list(self.value.shape)}{detail})"
-
-
-class _Room:
-    """What the ranks of one simulation share. Only the rank that holds the baton touches it."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.turns = [threading.Semaphore(0) for _ in range(size)]
-        self.globals: list[tuple[Any, ...]] = [_read_globals()] * size
-        self.calls: list[_Call | None] = [None] * size
-        self.results: list[Any] = [None] * size
-        self.running = [True] * size
-        self.failure: tuple[int, BaseException] | None = None
-
-    def meet(self, rank: int, call: _Call) -> Any:
-        """Bring a call, let the others arrive, and take the result."""
-        if self.failure is not None:
-            raise _Stopped
-        self.calls[rank] = call
-        if not all(self.running):
-            left = self.running.index(False)
-            raise UsageError(f"rank {rank} waits in {call}, but rank {left} has returned without that call")
-        if all(other is not None for other in self.calls):
-            calls = [other for other in self.calls if other is not None]
-            if any((other.kind, other.terms) != (call.kind, call.terms) for other in calls):
-                listed = "; ".join(f"rank {r}: {other}" for r, other in enumerate(calls))
-                raise UsageError(f"the ranks do not make the same collective call: {listed}")
-            self.results = call.combine([other.value for other in calls])
-            self.calls = [None] * self.size
-        else:
-            self.globals[rank] = _read_globals()
-            self.pass_baton(rank)
-            self.wait(rank)
-        result, self.results[rank] = self.results[rank], None
-        return result
-
-    def wait(self, rank: int) -> None:
-        """Until the baton comes."""
-        self.turns[rank].acquire()
-        if self.failure is not None:
-            raise _Stopped
-        _write_globals(self.globals[rank])
-
-    def pass_baton(self, rank: int) -> None:
-        """To the next rank that can run."""
-        for step in range(1, self.size + 1):
-            other = (rank + step) % self.size
-            if self.running[other] and self.calls[other] is None:
-                self.turns[other].release()
-                return
-
-    def leave(self, rank: int) -> None:
-        """The rank has returned: pass the baton, or say that the others wait in vain."""
-        self.running[rank] = False
-        waiting = [other for other in range(self.size) if self.calls[other] is not None]
-        if waiting:
-            raise UsageError(
-                f"rank {waiting[0]} waits in {self.calls[waiting[0]]}, "
-                f"but rank {rank} has returned without that call"
-            )
-        self.pass_baton(rank)
-
-    def stop(self, rank: int, error: BaseException) -> None:
-        """End all ranks because of one rank's exception."""
-        if self.failure is None:
-            self.failure = (rank, error)
-        for turn in self.turns:
-            turn.release()
 
 
 class SimulatedGroup(KnownGroup):
@@ -128,7 +38,7 @@ class SimulatedGroup(KnownGroup):
         self.rank = rank
         self.size = size
 
-    def _meet(self, call: _Call) -> Any:
+    def _meet(self, call: Call) -> Any:
         room, rank = getattr(_here, "seat", (None, None))
         if room is None:
             raise UsageError(
@@ -144,7 +54,7 @@ class SimulatedGroup(KnownGroup):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, added in rank order: a new tensor."""
         terms = (x.dtype, tuple(x.shape))
-        total: Tensor = self._meet(_Call("all_reduce", terms, x.detach(), _sums))
+        total: Tensor = self._meet(Call("all_reduce", terms, x.detach(), _sums))
         return total
 
     def all_reduce_later(self, x: Tensor) -> Callable[[], Tensor]:
@@ -166,7 +76,7 @@ class SimulatedGroup(KnownGroup):
             return [torch.cat(values, dim) for _ in values]
 
         terms = (x.dtype, rest, f"dim={dim}", f"sizes={list(sizes)}")
-        gathered: Tensor = self._meet(_Call("all_gather", terms, x.detach(), combine))
+        gathered: Tensor = self._meet(Call("all_gather", terms, x.detach(), combine))
         return gathered
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -182,14 +92,14 @@ class SimulatedGroup(KnownGroup):
             return [block.clone(memory_format=torch.contiguous_format) for block in blocks]
 
         terms = (x.dtype, tuple(x.shape), f"dim={dim}", f"sizes={list(sizes)}")
-        block: Tensor = self._meet(_Call("reduce_scatter", terms, x.detach(), combine))
+        block: Tensor = self._meet(Call("reduce_scatter", terms, x.detach(), combine))
         return block
 
     def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
         """Every rank's object; an exception ends the simulation and is raised by it."""
         if isinstance(obj, BaseException):
             raise obj
-        every: list[T] = self._meet(_Call("exchange", (), obj, lambda values: [list(values) for _ in values]))
+        every: list[T] = self._meet(Call("exchange", (), obj, lambda values: [list(values) for _ in values]))
         return every
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedGroup:
@@ -209,28 +119,6 @@ def _sum(values: list[Tensor]) -> Tensor:
 def _sums(values: list[Tensor]) -> list[Tensor]:
     total = _sum(values)
     return [total, *(total.clone() for _ in values[1:])]
-
-
-def _read_globals() -> tuple[Any, ...]:
-    """What is global in a process and belongs to a rank."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return (
-        torch.get_rng_state(),
-        cuda,
-        random.getstate(),
-        numpy.random.get_state(),
-        torch.get_default_dtype(),
-    )
-
-
-def _write_globals(state: tuple[Any, ...]) -> None:
-    torch_state, cuda, python_state, numpy_state, dtype = state
-    torch.set_rng_state(torch_state)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
-    torch.set_default_dtype(dtype)
 
 
 @contextmanager
@@ -277,9 +165,9 @@ def simulate(tp: int, function: Callable[[SimulatedGroup], T]) -> list[T]:
     """
     if tp < 1:
         raise UsageError(f"tp must be at least 1, not {tp}")
-    before = _read_globals()
+    before = read_globals()
     settings = _settings()
-    room = _Room(tp)
+    room = Room(tp)
     results: list[Any] = [None] * tp
 
     def live(rank: int) -> None:
@@ -288,9 +176,9 @@ def simulate(tp: int, function: Callable[[SimulatedGroup], T]) -> list[T]:
             room.wait(rank)
             with _as_the_caller(settings):
                 results[rank] = function(SimulatedGroup(rank, tp))
-            room.globals[rank] = _read_globals()
+            room.globals[rank] = read_globals()
             room.leave(rank)
-        except _Stopped:
+        except Stopped:
             pass
         except BaseException as error:
             room.stop(rank, error)
@@ -314,7 +202,7 @@ def simulate(tp: int, function: Callable[[SimulatedGroup], T]) -> list[T]:
         room.stop(0, error)
         raise
     finally:
-        _write_globals(before)
+        write_globals(before)
     if room.failure is not None:
         rank, fault = room.failure
         fault.add_note(f"in simulated rank {rank} of {tp}")

@@ -23,6 +23,7 @@ from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
 from autotp.nn.overlap import copied_linear
+from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -130,7 +131,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     gather_output: bool
-    copy_input: bool
+    copy_input: bool | SharedCopy
 
     def __init__(
         self,
@@ -178,12 +179,12 @@ class ColumnParallelLinear(_ParallelLinear):
         shard: Shard,
         group: Mesh,
         gather_output: bool = False,
-        copy_input: bool = True,
+        copy_input: bool | SharedCopy = True,
     ) -> None:
         """Turn an nn.Linear into this class in place; hooks, identity and parameters stay.
 
-        `shard` cuts dim 0 of the weight, and the bias alike; the caller slices them. With
-        `copy_input=False` the input's gradient is summed elsewhere: a `copy` that several layers share.
+        `shard` cuts dim 0 of the weight, and the bias alike; the caller slices them. `copy_input` may be a
+        copy that several layers share; with False the input's gradient is summed elsewhere.
 
         Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
         differ, and for a shard of another dim, size or number of ranks.
@@ -194,10 +195,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out), or (..., out/tp) without `gather_output`."""
-        if self.copy_input:
+        if self.copy_input is True:
             y = copied_linear(input, self.weight, self.bias, self.group)
         else:
-            y = F.linear(input, self.weight, self.bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
+            x = self.copy_input(input) if self.copy_input else input
+            y = F.linear(x, self.weight, self.bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
         return mappings.gather(y, self.group, dim=-1, shard=self.shard) if self.gather_output else y
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autotp.comm import Group
+from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
-from autotp.mappings import cut_of
 from autotp.placement import Shard, deal, join_pieces
 
 __all__ = ["InitMethod", "drawn_alike", "own_part", "shard_of"]

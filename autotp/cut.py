@@ -1,0 +1,115 @@
+"""Which elements of a dim each rank holds: a shard, worked out for one size.
+
+Shard(0, deal(4, 2), groups=2) on 8 elements   AAAABBBB -> [AABB, AABB]
+    ranges   ((0, 2), (4, 6)), ((2, 4), (6, 8))      of rank 0, of rank 1
+    sizes    4, 4
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from autotp.comm import Group
+from autotp.diagnostic import UsageError
+from autotp.placement import Shard, deal
+
+__all__ = ["Cut", "cut_of", "local_cut", "whole_cut"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which elements of a dim of `size` each rank holds: `ranges[rank]` in order.
+
+    `whole` says that the ranks' parts in rank order are the dim itself; `shared` that some element is
+    held by more than one rank (its owner is the first of them).
+    """
+
+    dim: int
+    size: int
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    sizes: tuple[int, ...]
+    whole: bool
+    shared: bool
+
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """(start in the dim, length, rank, start in the rank's part) of every piece, by start and rank."""
+        found = []
+        for rank, ranges in enumerate(self.ranges):
+            local = 0
+            for start, stop in ranges:
+                if stop > start:
+                    found.append((start, stop - start, rank, local))
+                local += stop - start
+        return sorted(found)
+
+
+def cut_of(shard: Shard, size: int, dim: int) -> Cut:
+    """The cut of a dim of `size` elements by `shard`, on `dim` of the value (0 … ndim - 1)."""
+    ranges = tuple(tuple(shard.ranges(size, rank)) for rank in range(shard.tp))
+    sizes = tuple(shard.local_size(size, rank) for rank in range(shard.tp))
+    flat = [bounds for own in ranges for bounds in own if bounds[1] > bounds[0]]
+    return Cut(
+        dim=dim,
+        size=size,
+        ranges=ranges,
+        sizes=sizes,
+        whole=all(a[1] == b[0] for a, b in itertools.pairwise(flat)),
+        shared=sum(sizes) > size,
+    )
+
+
+def whole_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard | None) -> Cut:
+    """How a whole dim of `x` is cut."""
+    dim = _checked_dim(name, x, dim, shard)
+    size = x.shape[dim]
+    if shard is None:
+        if size < group.size:
+            raise UsageError(f"{name} on dim {dim}: its size {size} is less than the {group.size} ranks")
+        shard = Shard(dim, deal(size, group.size))
+    _check_ranks(name, shard, group)
+    if not shard.fits(size):
+        raise UsageError(f"{name} on dim {dim}: its size {size} does not fit {shard} over {group.size} ranks")
+    return cut_of(shard, size, dim)
+
+
+def local_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard | None) -> Cut:
+    """How the whole dim is cut of which `x` holds this rank's part."""
+    dim = _checked_dim(name, x, dim, shard)
+    local = x.shape[dim]
+    if shard is None:
+        if local == 0:
+            raise UsageError(f"{name} on dim {dim}: its size is 0 on each of {group.size} ranks")
+        return cut_of(Shard(dim, deal(local * group.size, group.size)), local * group.size, dim)
+    _check_ranks(name, shard, group)
+    size = _whole_size(shard, local, group.rank)
+    if size is None or not shard.fits(size) or shard.local_size(size, group.rank) != local:
+        raise UsageError(
+            f"{name} on dim {dim}: its local size {local} is not a part of {shard} "
+            f"on rank {group.rank} of {group.size}"
+        )
+    return cut_of(shard, size, dim)
+
+
+def _whole_size(shard: Shard, local: int, rank: int) -> int | None:
+    """The size of a dim of which `rank` holds `local` elements."""
+    if shard.deal is None:
+        return sum(size for size, _ in shard.pieces(0))
+    start, stop = shard.deal.ranges[rank]
+    size, rest = divmod(local * shard.deal.units, max(stop - start, 1))
+    return None if rest or stop == start else size
+
+
+def _checked_dim(name: str, x: Tensor, dim: int | None, shard: Shard | None) -> int:
+    if dim is None:
+        dim = -1 if shard is None else shard.dim
+    if not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"{name} on dim {dim}: the value has {x.ndim} dims")
+    return dim % x.ndim
+
+
+def _check_ranks(name: str, shard: Shard, group: Group) -> None:
+    if shard.tp != group.size:
+        raise UsageError(f"{name}: {shard} is for {shard.tp} ranks, the group has {group.size}")
