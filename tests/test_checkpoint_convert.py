@@ -29,7 +29,7 @@ def shards(folder, tp, name):
     return found
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_the_real_minilm_and_back(tmp_path, tp):
     source = minilm_folder()
     written = convert(source, tmp_path / "out", tp=tp, check="shapes")

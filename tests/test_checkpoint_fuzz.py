@@ -209,14 +209,14 @@ def run_mutants(originals, place, kind, numbers):
 
 @pytest.mark.parametrize("kind", [source_mutant, shards_mutant, plan_mutant])
 def test_some_mutants(originals, tmp_path, kind):
-    ended = run_mutants(originals, tmp_path, kind, range(150))
-    assert ended["error"] > 50
+    ended = run_mutants(originals, tmp_path, kind, range(60))
+    assert ended["error"] > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [source_mutant, shards_mutant, plan_mutant])
 def test_thousands_of_mutants(originals, tmp_path, kind):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ended = run_mutants(originals, tmp_path, kind, range(150, 2000))
+    ended = run_mutants(originals, tmp_path, kind, range(60, 2000))
     assert ended["error"] > 600 and ended["success"] > 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB

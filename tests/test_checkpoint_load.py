@@ -220,6 +220,7 @@ def test_tied_names_in_four_states(tmp_path):
     assert refusal(CheckpointError, folder, check="shapes") == expected
 
 
+@pytest.mark.slow
 def test_a_head_alone_is_converted_by_what_the_model_proves(tmp_path):
     model, folder = llama(tmp_path / "in", tied=True)
     rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))

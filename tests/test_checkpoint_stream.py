@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotp.checkpoint import read
@@ -27,6 +27,7 @@ def chunk(monkeypatch):
     return lambda size: monkeypatch.setattr(read, "CHUNK", size)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), st.lists(st.integers(1, 6), max_size=3), st.integers(1, 40))
 def test_spans_cover_everything_once_and_respect_rows(count, factors, size):
     lengths = [1]
@@ -45,7 +46,7 @@ def test_spans_cover_everything_once_and_respect_rows(count, factors, size):
             assert whole_rows or start // length == (stop - 1) // length
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cuts(), cuts(), st.sampled_from([1, 2, 4]), st.integers(1, 60))
 def test_every_cut_in_blocks_of_every_size(tmp_path_factory, case, other, itemsize, size):
     """Whole → ranks → whole, whole → one rank's memory, and ranks → other ranks."""
@@ -98,7 +99,7 @@ def test_every_cut_in_blocks_of_every_size(tmp_path_factory, case, other, itemsi
                 assert (folder / f"b{rank}").read_bytes() == b"abc" + take(whole, elsewhere, rank).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cuts(), st.integers(1, 40), st.data())
 def test_one_changed_byte_of_a_copy_is_found(tmp_path_factory, case, size, data):
     shape, shard = case

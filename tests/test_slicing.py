@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotp.diagnostic import CheckpointError, UsageError
@@ -83,7 +83,7 @@ def cuts(draw):
     return tuple(shape), shard
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cuts(), st.sampled_from(["float32", "int64", "bool", "float16"]), st.booleans())
 def test_merge_is_the_inverse_of_split(case, dtype, as_torch):
     shape, shard = case
@@ -97,7 +97,7 @@ def test_merge_is_the_inverse_of_split(case, dtype, as_torch):
     assert np.asarray(back).tobytes() == whole.tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cuts())
 def test_rows_say_in_bytes_what_cut_says_in_elements(case):
     shape, shard = case
