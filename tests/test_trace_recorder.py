@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -539,3 +540,26 @@ def test_a_missing_hook_is_said(monkeypatch):
         TraceError, match=r"this torch lacks a hook that the recorder needs \(no module named x\)"
     ):
         record(nn.Linear(4, 4), (X,), {})
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand([]), lambda: torch.rand(1), lambda: random.random()])
+def test_a_forward_that_draws_to_decide_goes_on(draw):
+    def dropped(module, h):
+        return h if draw() < 0.1 else h * 2
+
+    first, second = (record(Layer(dropped), (X,), {}) for _ in range(2))
+    assert names(first)[-1] == "mul.Tensor" and names(first) == names(second)
+
+
+def test_the_flags_of_a_run_time_trace():
+    seen = []
+
+    def look(module, h):
+        seen.append((torch.compiler.is_compiling(), torch.compiler.is_exporting()))
+        return h
+
+    model = Layer(look)
+    record(model, (X,), {})
+    record(model, (X,), {}, exporting=False)
+    record(model, (X,), {}, exporting=False, compiling=True)
+    assert seen == [(True, True), (False, False), (True, False)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import OrderedDict, deque
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -164,8 +166,17 @@ def test_flags_and_modes_are_as_they_were():
 
 def test_random_numbers_are_as_they_were():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    torch.manual_seed(3)
+
+    def draws():
+        return torch.rand(3).tolist(), random.random(), numpy.random.rand()
+
+    def seed():
+        torch.manual_seed(3)
+        random.seed(3)
+        numpy.random.seed(3)
+
+    seed()
+    expected = draws()
+    seed()
     record(model, (X,), {})
-    assert torch.equal(torch.rand(3), expected)
+    assert draws() == expected

@@ -33,6 +33,7 @@ def capture(
     before: Boundary | None = None,
     after: Boundary | None = None,
     exporting: bool = True,
+    compiling: bool | None = None,
     then: Step | None = None,
     like: Trace | None = None,
 ) -> Trace:
@@ -52,7 +53,7 @@ def capture(
             return recorder.record(
                 module, args, kwargs,
                 grad=grad, shapes=shapes, before=before, after=after,
-                exporting=exporting, then=then, opaque=opaque,
+                exporting=exporting, compiling=compiling, then=then, opaque=opaque,
             )  # fmt: skip
         except TraceError as error:
             first = first or error

@@ -16,11 +16,14 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import operator
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -40,11 +43,13 @@ try:
 except ImportError as error:  # pragma: no cover - the tested torch has them all
     MISSING = str(error)
 
+DRAWN = 0.5
+"""What a forward that draws one random number is given."""
+
 __all__ = ["MISSING", "Output", "Step", "Trace", "TraceError", "Val", "record", "tensors_in"]
 
 Boundary = Callable[[str, Any], Any]
 Step = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
-_EXPORTING = ("_is_compiling_flag", "_is_exporting_flag")
 
 
 def record(
@@ -57,6 +62,7 @@ def record(
     before: Boundary | None = None,
     after: Boundary | None = None,
     exporting: bool = True,
+    compiling: bool | None = None,
     then: Step | None = None,
     opaque: frozenset[str] = frozenset(),
 ) -> Trace:
@@ -65,7 +71,8 @@ def record(
     `shapes` replaces the shapes of named parameters and buffers (a rank's local ones). `before(path,
     args)` and `after(path, output)` may replace what goes into and comes out of a module (the mappings of
     parallel layers). With `grad`, every floating parameter and input counts as requiring a gradient.
-    `exporting` tells the model that it is being exported, so that it takes its trace-safe branches.
+    `exporting` tells the model that it is being exported, so that it takes its trace-safe branches;
+    `compiling` (by default the same) that it is being compiled.
     `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
     that the first one filled). The modules named in `opaque` are not looked into: each call is one node.
 
@@ -78,12 +85,12 @@ def record(
         with contextlib.ExitStack() as stack:
             stack.callback(recorder.give_back)
             stack.enter_context(_quiet())
+            stack.enter_context(_same_draws())
             # What the model compiles runs as it is written.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fakes.mode)
             stack.enter_context(torch.set_grad_enabled(grad))
-            if exporting:
-                stack.enter_context(_flags())
+            stack.enter_context(_flags(exporting if compiling is None else compiling, exporting))
             recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
             stack.enter_context(_functions(recorder))
@@ -95,7 +102,7 @@ def record(
                     recorder.finish(out)
                     recorder.trace.calls = {}
                     args, kwargs = recorder.paused(then, out)
-                    recorder.place(args, kwargs)
+                    recorder.place(args, kwargs, "step ")
                     out = module(*args, **kwargs)
             except TraceError:
                 raise
@@ -223,7 +230,7 @@ if MISSING is None:
 
         # -- tensors
 
-        def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: str = "") -> None:
             """A placeholder for every tensor among the inputs that is not known yet."""
             for name, leaf, _ in tensors_in((args, dict(kwargs))):
                 if id(leaf) in self._nodes or id(leaf) in self._fakes.names:
@@ -232,7 +239,7 @@ if MISSING is None:
                     continue
                 with _before_others(self.trace.graph):
                     node = self.trace.graph.placeholder("input" + str(len(self._nodes)))
-                node.meta.update(val=_val(leaf), name=name, module="", source=None)
+                node.meta.update(val=_val(leaf), name=of + name, module="", source=None)
                 self._bind(leaf, node)
 
         def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -310,7 +317,7 @@ if MISSING is None:
             node = self._create(func, *placed, inputs)
             self._keep_values(written)
             try:
-                out = func(*args, **kwargs)
+                out = self._run(func, args, kwargs)
             except BaseException:
                 self.trace.graph.erase_node(node)
                 raise
@@ -330,6 +337,14 @@ if MISSING is None:
                     if isinstance(tensor, torch.Tensor) and self._node(tensor) in mutated:
                         self._nodes[id(tensor)] = node
             return out
+
+        def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """The op's results. A single random number is drawn to decide something by it, as layer drop
+            does: it has a value then, so that the forward can go on."""
+            if func is torch.ops.aten.rand.default and math.prod(args[0]) == 1:
+                dtype = kwargs.get("dtype") or torch.get_default_dtype()
+                return self.paused(lambda: torch.tensor(DRAWN, dtype=dtype).reshape(args[0]))
+            return func(*args, **kwargs)
 
         def _keep_values(self, written: list[torch.Tensor]) -> None:
             """Tensors that are plain attributes of a module are real, and so is what is written into them."""
@@ -516,6 +531,19 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """Python's and numpy's random numbers are the same in every trace, and go on afterwards as before."""
+    states = random.getstate(), numpy.random.get_state()
+    random.seed(0)
+    numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
 def _before_others(graph: fx.Graph) -> Iterator[None]:
     """Placeholders stand before everything else."""
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
@@ -527,16 +555,16 @@ def _before_others(graph: fx.Graph) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _flags() -> Iterator[None]:
-    """Tell models that they are being exported, as torch.export does."""
-    flags = [f for f in _EXPORTING if hasattr(torch.compiler, f)]
-    saved = [getattr(torch.compiler, f) for f in flags]
+def _flags(compiling: bool, exporting: bool) -> Iterator[None]:
+    """Tell models that they are being compiled or exported, as torch.export does."""
+    wanted = {"_is_compiling_flag": compiling, "_is_exporting_flag": exporting}
+    saved = {flag: getattr(torch.compiler, flag) for flag in wanted if hasattr(torch.compiler, flag)}
     try:
-        for flag in flags:
-            setattr(torch.compiler, flag, True)
+        for flag in saved:
+            setattr(torch.compiler, flag, wanted[flag])
         yield
     finally:
-        for flag, value in zip(flags, saved, strict=True):
+        for flag, value in saved.items():
             setattr(torch.compiler, flag, value)
 
 

@@ -1,0 +1,220 @@
+"""The modes of a model: a trace proves one path, so each way in which a model runs is traced.
+
+| mode | what | gradients | module.training |
+|---|---|---|---|
+| eval | the forward, as it is exported | yes | no |
+| train | the same, with dropout | yes | yes |
+| train with labels | and with the loss | yes | yes |
+| run time | without padding mask and as it runs when nothing traces it | yes | no |
+| eval, other rank | [batch, sequence, features] where [batch, features] was found | yes | no |
+| decode | a forward that fills a cache, then one step of one token on it | no | no |
+| inference | the forward alone, for models without a cache | no | no |
+
+While a model is being exported, transformers builds every mask, and attention repeats its kv heads; at run
+time, without a mask, it asks the kernel to (`enable_gqa`). Both are proven.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autotp.trace.capture import capture
+from autotp.trace.graph import Trace, TraceError
+from autotp.trace.inputs import Samples
+from autotp.trace.recorder import Boundary, Step
+
+__all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way in which a model runs.
+
+    `optional` modes are autotp's guess of what the model can do: one that cannot be traced is no finding,
+    and `otherwise` is tried in its place.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grad: bool
+    training: bool = False
+    exporting: bool = True
+    compiling: bool | None = None
+    then: Step | None = None
+    optional: bool = False
+    otherwise: Mode | None = None
+
+    def capture(
+        self,
+        module: nn.Module,
+        *,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        before: Boundary | None = None,
+        after: Boundary | None = None,
+        like: Trace | None = None,
+    ) -> Trace:
+        """The trace of `module` in this mode; the other arguments are those of `capture`.
+
+        Raises TraceError when it cannot be traced.
+        """
+        with training(module, self.training):
+            return capture(
+                module, self.args, self.kwargs,
+                grad=self.grad, shapes=shapes, before=before, after=after,
+                exporting=self.exporting, compiling=self.compiling, then=self.then, like=like,
+            )  # fmt: skip
+
+
+@dataclass
+class Captured:
+    """The traces of a model: those that differ, by mode; the modes that another one covers, with its name;
+    and the modes that cannot be traced."""
+
+    traces: list[tuple[Mode, Trace]] = field(default_factory=list)
+    covered: dict[str, str] = field(default_factory=dict)
+    failed: list[tuple[Mode, TraceError]] = field(default_factory=list)
+
+
+def modes(module: nn.Module, samples: Samples) -> list[Mode]:
+    """The modes in which `module` is to be traced, the plainest first."""
+    args, kwargs = samples.args, dict(samples.kwargs)
+    found = [Mode("eval", args, kwargs, True), Mode("train", args, kwargs, True, training=True)]
+    if samples.labels:
+        labelled = {**kwargs, **samples.labels}
+        # Labels are autotp's own: a model may want others.
+        found.append(Mode("train with labels", args, labelled, True, training=True, optional=True))
+    found.append(_run_time(module, samples))
+    found += [
+        Mode(f"eval, {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
+        for other in samples.also
+    ]
+    inference = Mode("inference", args, kwargs, False)
+    found.append(_decode(module, samples, inference) or inference)
+    return found
+
+
+def capture_modes(module: nn.Module, samples: Samples) -> Captured:
+    """Trace `module` in every mode. A mode that records the same ops on the same values as an earlier one,
+    with no more gradients, is covered by it."""
+    result = Captured()
+    seen: dict[Any, str] = {}
+    for listed in modes(module, samples):
+        mode: Mode | None = listed
+        while mode is not None:
+            try:
+                trace = mode.capture(module)
+            except TraceError as error:
+                if not mode.optional:
+                    result.failed.append((mode, error))
+                mode = mode.otherwise
+                continue
+            # Proven with gradients, a forward is proven without.
+            known = seen.get(signature(trace, gradients=mode.grad))
+            if known is not None:
+                result.covered[mode.name] = known
+            else:
+                result.traces.append((mode, trace))
+                for gradients in {mode.grad, False}:
+                    seen.setdefault(signature(trace, gradients=gradients), mode.name)
+            break
+    return result
+
+
+def signature(trace: Trace, *, gradients: bool = True) -> tuple[Any, ...]:
+    """All that a proof reads of a trace, as a value to compare."""
+    ids: dict[fx.Node, Any] = {}
+    lines: list[Any] = []
+    for node in trace.graph.nodes:
+        if node.op == "output":
+            continue
+        ids[node] = len(ids)
+        meta = node.meta
+        val = meta["val"]
+        kept = val if isinstance(val, list) else [val]
+        vals = tuple(v and (v.shape, str(v.dtype), v.grad and gradients) for v in kept)
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{ids[n]}")
+        grads = tuple(sorted(ids[n] for n in meta.get("grads", ()))) if gradients else ()
+        place = (meta["module"], meta.get("call", 0), meta.get("custom"))
+        lines.append((str(node.target), meta.get("name"), repr(arguments), vals, grads, place))
+    outputs = tuple((o.name, ids[o.node], o.cached) for o in trace.outputs)
+    return (tuple(lines), outputs, trace.opaque, trace.route)
+
+
+@contextlib.contextmanager
+def training(module: nn.Module, mode: bool) -> Iterator[None]:
+    """Set train or eval mode, and put every module's own flag back."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.train(mode)
+    try:
+        yield
+    finally:
+        for owner, flag in flags:
+            owner.training = flag
+
+
+def _rank(samples: Samples) -> int:
+    return max(
+        (a.dim() for a in (*samples.args, *samples.kwargs.values()) if isinstance(a, torch.Tensor)), default=0
+    )
+
+
+def _caches(module: nn.Module) -> str | None:
+    """The name under which a transformers model takes its cache."""
+    if not callable(getattr(getattr(module, "config", None), "to_dict", None)):
+        return None
+    names = inspect.signature(module.forward).parameters
+    return next((n for n in ("past_key_values", "cache_params") if n in names), None)
+
+
+def _run_time(module: nn.Module, samples: Samples) -> Mode:
+    """Nothing tells the model that it is traced. A cache stands for "these are no packed sequences", which a
+    model would otherwise ask of values. Some ops of experts run only where they are compiled."""
+    kwargs = {k: v for k, v in samples.kwargs.items() if k != "attention_mask"}
+    if _caches(module) is not None and "use_cache" in inspect.signature(module.forward).parameters:
+        kwargs["use_cache"] = True
+    plain = {"exporting": False, "optional": True}
+    compiled = Mode("run time", samples.args, kwargs, True, compiling=True, **plain)  # type: ignore[arg-type]
+    return Mode("run time", samples.args, kwargs, True, otherwise=compiled, **plain)  # type: ignore[arg-type]
+
+
+def _decode(module: nn.Module, samples: Samples, inference: Mode) -> Mode | None:
+    cache = _caches(module)
+    ids = samples.kwargs.get("decoder_input_ids", samples.kwargs.get("input_ids"))
+    if cache is None or samples.args or not isinstance(ids, torch.Tensor):
+        return None
+    kwargs = {**samples.kwargs, "use_cache": True}
+    step = _DecodeStep(cache, dict(samples.kwargs))
+    return Mode("decode", (), kwargs, False, then=step, optional=True, otherwise=inference)
+
+
+@dataclass(frozen=True)
+class _DecodeStep:
+    """One token more, on the cache that the first forward filled."""
+
+    cache: str
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, out: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        filled = getattr(out, self.cache, None)
+        if filled is None:
+            raise ValueError("the forward returns no cache")
+        given: dict[str, Any] = {self.cache: filled, "use_cache": True}
+        mask = self.kwargs.get("attention_mask")
+        decoder = self.kwargs.get("decoder_input_ids")
+        if decoder is not None:
+            given |= {"encoder_outputs": (out.encoder_last_hidden_state,)}
+            if mask is not None:
+                given["attention_mask"] = torch.ones(mask.shape, dtype=mask.dtype)
+        elif mask is not None:
+            given["attention_mask"] = torch.ones(mask.shape[0], mask.shape[1] + 1, dtype=mask.dtype)
+        name = "decoder_input_ids" if decoder is not None else "input_ids"
+        given[name] = torch.zeros(self.kwargs[name].shape[0], 1, dtype=torch.long)
+        return (), given
