@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from autotp import mappings
-from autotp.clip import clip_grad_norm_
+from autotp import clip_grad_norm_, mappings
 from autotp.comm import Group, group_of
 from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from autotp.nn.functional import vocab_parallel_cross_entropy

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from autotp.groups import initialize, place
+import autotp
+from autotp.groups import place
 from autotp.nn import ColumnParallelLinear, RowParallelLinear
 
 torch.set_printoptions(precision=1, sci_mode=False, linewidth=110)
@@ -21,7 +22,7 @@ torch.set_printoptions(precision=1, sci_mode=False, linewidth=110)
 
 def on_rank(rank: int, world: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    mesh = initialize(tp=2, backend="gloo")
+    mesh = autotp.initialize(tp=2, backend="gloo")
 
     def count(master: torch.Tensor) -> None:
         """Fill the full weight by 0, 1, 2, …, so that one sees who holds what."""
