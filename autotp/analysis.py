@@ -49,6 +49,7 @@ class Analysis:
     - `random`       the modules that draw random numbers on shards, on each rank from its own stream
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
+    - `shared`       groups of column layers that read one value and share its copy, found by the proof
     - `edits`        call-site edits as a diff
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
@@ -65,6 +66,7 @@ class Analysis:
     random: tuple[str, ...] = ()
     reads: tuple[Read, ...] = ()
     regions: tuple[Region, ...] = ()
+    shared: tuple[tuple[str, ...], ...] = ()
     edits: str = ""
     plan_name: str = ""
 

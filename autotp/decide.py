@@ -57,17 +57,20 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         random=tuple(sorted(proof.random)),
         reads=tuple(proof.reads.values()) if proven else (),
         regions=tuple(proof.regions.values()) if proven else (),
+        shared=proof.shared if proven else (),
     )
 
 
 def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
     """What the traced forward runs, and the backward of it: each layer as often as it was called."""
     found: list[Collective] = []
+    followers = {path for group in proof.shared for path in group[1:]}  # the first one's copy serves them
     for placed in matches.placed.values():
         if placed.target != "module" or not placed.layouts:
             continue
         mappings = {
-            "column": ["copy"] * (placed.path in proof.copied) + ["gather"] * placed.rule.gather_output,
+            "column": ["copy"] * (placed.path in proof.copied - followers)
+            + ["gather"] * placed.rule.gather_output,
             "row": ["scatter"] * placed.rule.split_input + ["reduce"],
             "vocab": ["reduce"],
         }[placed.style]

@@ -44,7 +44,8 @@ class Proof:
 
     `cuts` is how each tensor is cut, by its first name; `reads` the whole tensors that are transformed where
     they are read; `regions` the modules with mappings at their border; `calls` how often each module runs;
-    `copied` the column layers whose input needs its gradient summed; `random` the modules that draw random
+    `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
+    value, in groups; `random` the modules that draw random
     numbers on a shard.
     """
 
@@ -55,6 +56,7 @@ class Proof:
     modes: list[str] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
+    shared: tuple[tuple[str, ...], ...] = ()
     random: set[str] = field(default_factory=set)
 
 
@@ -77,6 +79,7 @@ class _Prover:
         cuts = matches.layouts if matches.tp > 1 else {}
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
         self.reached: set[str] = set()
+        self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
 
     def run(self) -> Proof:
         traces: dict[str, Trace] = {}
@@ -99,7 +102,15 @@ class _Prover:
                 return self.proof
             self._keep(mode, whole)
         self.proof.diagnostics += _unreached(self.matches, self.reached)
+        self.proof.shared = self._shared()
         return self.proof
+
+    def _shared(self) -> tuple[tuple[str, ...], ...]:
+        """The column layers that read the same values in every mode, where there is more than one."""
+        groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[str]] = {}
+        for path, inputs in self.inputs.items():
+            groups.setdefault(tuple(sorted(inputs.items())), []).append(path)
+        return tuple(tuple(paths) for paths in groups.values() if len(paths) > 1)
 
     def _propagated(self, traces: Mapping[str, Trace]) -> dict[str, Propagation]:
         """Every mode's layouts, with the same cuts and reads in all of them."""
@@ -136,7 +147,9 @@ class _Prover:
         proof.modes.append(mode)
         calls = whole.trace.calls
         proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
-        proof.copied |= whole.copied
+        proof.copied |= whole.copied.keys()
+        for path, inputs in whole.copied.items():
+            self.inputs.setdefault(path, {})[mode] = tuple(node.name for node in inputs)
         proof.random |= whole.random
         self.reached |= whole.reached if whole.cuts else calls.keys()
 

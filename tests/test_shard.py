@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,67 @@ def test_a_meta_model_holds_its_part_on_meta():
         return model.fc1.weight.is_meta, tuple(model.fc1.weight.shape)
 
     assert simulate(2, rank) == [(True, (17, 16)), (True, (16, 16))]
+
+
+def test_layers_that_read_one_value_share_its_copy():
+    def rank(group):
+        model = autotp.shard(models.randomised(models.llama()), "llama", group)
+        layer = model.model.layers[0]
+        assert layer.self_attn.q_proj.copy_input is layer.self_attn.v_proj.copy_input
+        assert layer.mlp.gate_proj.copy_input is layer.mlp.up_proj.copy_input
+        twin = copy.deepcopy(model).model.layers[0]
+        assert twin.self_attn.q_proj.copy_input is twin.self_attn.k_proj.copy_input
+        assert twin.self_attn.q_proj.copy_input is not layer.self_attn.q_proj.copy_input
+        step(model, inputs_of("llama"))
+        return layer.self_attn.q_proj.copy_input.value is None
+
+    assert simulate(2, rank) == [True, True]
+    backward = [c for c in autotp.analyze(models.llama(), "llama", tp=2).collectives if c.direction == "backward"]
+    assert len(backward) == 2 * 2 + 1  # two a layer, and one of the head
+
+
+def _checkpointed(group, reentrant):
+    model = models.randomised(models.bert()).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.attention_probs_dropout_prob = 0.0
+    if group is not None:
+        autotp.shard(model, "bert", group)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    outs = []
+    for _ in range(2):
+        model.zero_grad()
+        outs.append(step(model, inputs_of("bert")))
+    return *outs[-1], {}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(reentrant):
+    out, grads, _ = _checkpointed(None, reentrant)
+    results = simulate(2, lambda group: _checkpointed(group, reentrant))
+    for got, rank_grads, _ in results:
+        assert torch.allclose(got, out, atol=1e-10, rtol=0)
+        for name, wanted in grads.items():
+            parts = [r[1][name] for r in results]
+            merged = whole(parts, wanted)
+            assert torch.allclose(rank_grads[name] if merged is None else merged, wanted, atol=1e-10, rtol=0), name
+
+
+def _compiled(rank, size):
+    model = autotp.shard(models.randomised(models.llama(num_hidden_layers=1)), "llama")
+    layer = model.model.layers[0].mlp
+    x = torch.randn(2, 5, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    layer(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    with warnings.catch_warnings():  # torch's own, when its compiler meets an autograd.Function
+        warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
+        torch.compile(layer, fullgraph=True, backend="eager")(x).sum().backward()
+    return torch.equal(wanted, x.grad)
+
+
+def test_a_sharded_mlp_compiles_in_one_graph(ranks):
+    assert ranks(2)(_compiled) == [True, True]
 
 
 def test_generate_gives_the_same_tokens(ranks):

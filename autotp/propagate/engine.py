@@ -74,7 +74,7 @@ class Propagation:
     `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
     resolve a finding, `regions` the modules with mappings at their border. `random` and `random_whole` are
     the modules that draw random numbers on a shard and on whole values, `reached` the layers of the plan
-    that ran, `copied` the column layers whose input has a gradient to sum.
+    that ran, `copied` the column layers whose input has a gradient to sum, with those inputs.
     """
 
     trace: Trace
@@ -90,7 +90,7 @@ class Propagation:
     random: set[str] = field(default_factory=set)
     random_whole: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
-    copied: set[str] = field(default_factory=set)
+    copied: dict[str, list[fx.Node]] = field(default_factory=dict)
 
 
 def op_name(node: fx.Node) -> str:
@@ -432,7 +432,7 @@ class _Engine:
                 notes=(f"{value}",),
             )
         if value.grad and value.layout == INVARIANT:
-            self.result.copied.add(placed.path)
+            self.result.copied.setdefault(placed.path, []).append(value.node)
         return ([INVARIANT] if placed.rule.gather_output else [cut]), [cut]
 
     def _row(

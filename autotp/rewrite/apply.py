@@ -19,6 +19,7 @@ from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.match import Placed
 from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_rank_stream
@@ -78,9 +79,12 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
         analysis.certainty, analysis.modes,
     )  # fmt: skip
     if group.size > 1:
+        copies = {path: SharedCopy(group, len(paths)) for paths in analysis.shared for path in paths[:1]}
+        copies |= {path: copies[paths[0]] for paths in analysis.shared for path in paths[1:]}
         for placed in analysis.matches.placed.values():
             if placed.target == "module" and placed.layouts:
-                _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group)
+                copied = copies.get(placed.path, True)
+                _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group, copied)
         _cut(model, analysis.layouts, group.rank)
         specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group)
         for path in analysis.random:
@@ -91,11 +95,15 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
     return model
 
 
-def _adopt(module: nn.Module, placed: Placed, layouts: Mapping[str, Shard], group: Group) -> None:
+def _adopt(
+    module: nn.Module, placed: Placed, layouts: Mapping[str, Shard], group: Group, copied: bool | SharedCopy
+) -> None:
     shard = layouts[f"{placed.path}.weight" if placed.path else "weight"]
     if placed.style == "column":
         assert isinstance(module, nn.Linear)
-        ColumnParallelLinear.adopt(module, shard=shard, group=group, gather_output=placed.rule.gather_output)
+        ColumnParallelLinear.adopt(
+            module, shard=shard, group=group, gather_output=placed.rule.gather_output, copy_input=copied
+        )
     elif placed.style == "row":
         assert isinstance(module, nn.Linear)
         RowParallelLinear.adopt(

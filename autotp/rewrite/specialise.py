@@ -39,7 +39,11 @@ class _Own:
 
 
 def specialise(
-    model: nn.Module, reads: Iterable[Read], regions: Iterable[Region], aliases: Mapping[str, str], group: Group
+    model: nn.Module,
+    reads: Iterable[Read],
+    regions: Iterable[Region],
+    aliases: Mapping[str, str],
+    group: Group,
 ) -> None:
     """Let every owner of a tensor that is named in `reads` read it mapped, and each region map its border."""
     wanted = {read.name: read for read in reads}
