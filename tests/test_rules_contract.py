@@ -164,3 +164,15 @@ def test_attention_with_a_mask() -> None:
         fitting = [p for p in masks if not isinstance(p[0], Shard) or p[0].fits(mask[p[0].dim])]
         choices = [by_head, by_head, by_head, fitting]
         hold(Case(F.scaled_dot_product_attention, inputs, tps=(2,), choices=lambda tp, c=choices: c))  # type: ignore[misc]
+
+
+def test_query_heads_follow_key_heads_that_several_ranks_share() -> None:
+    # 2 key heads over 4 ranks: two ranks hold each; its 3 query heads are dealt inside, 2 + 1.
+    keys = Shard(1, Deal(2, ((0, 1), (0, 1), (1, 2), (1, 2))))
+    queries = Shard(1, Deal(6, ((0, 2), (2, 3), (3, 5), (5, 6))))
+    across = Shard(1, Deal(6, ((0, 2), (2, 4), (4, 5), (5, 6))))  # rank 1 would need both key heads
+    run = ATTENTION["grouped heads"].function
+    inputs = (tensor(1, 6, 2, 2), tensor(1, 2, 2, 2, seed=1), tensor(1, 2, 2, 2, seed=2))
+    placed: list[list[Placed]] = [[(queries, True), (across, True)], [(keys, True)], [(keys, True)]]
+    tally = hold(Case(run, inputs, tps=(4,), choices=lambda tp: placed))
+    assert tally.taken == {(queries, keys, keys)}

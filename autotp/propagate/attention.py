@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotp.placement import Layout
+from autotp.placement import Layout, Shard
 from autotp.propagate.call import Call, Conflict, Value, not_partial, over
 from autotp.propagate.contract import free
 
@@ -10,39 +10,68 @@ __all__ = ["ATTENTION"]
 
 
 def _attention(call: Call) -> Layout:
-    query, key, value = call["query"], call["key"], call["value"]
-    mask = call["attn_mask"]
+    query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
     not_partial(call)
-    sharded = [v for v in (query, key, value) if v.shard is not None]
-    whole = [v for v in (query, key, value) if v.shard is None]
-    if not sharded:
+    heads: list[Value] = [query, key, value]
+    first = next((v for v in heads if v.shard is not None), None)
+    if first is None:
         raise Conflict(
             "AT306", f"{call.name}: the mask is sharded, query, key and value are whole", blame=(mask,)
         )
-    first = sharded[0]
     assert first.shard is not None
-    if any(v.shard != first.shard for v in sharded):
+    if first.shard.dim >= first.rank - 2:
+        raise over(call, first)
+    whole = [v for v in heads if v.shard is None]
+    if whole:
+        _one_head_for_all(call, first, whole)
+    elif key.shard != value.shard or not _paired(query, key, grouped=call["enable_gqa"]):
         raise Conflict(
             "AT307",
             f"{call.name}: query, key and value are cut differently over the ranks",
-            blame=tuple(sharded),
-            notes=tuple(str(v) for v in (query, key, value)),
+            blame=tuple(heads),
+            notes=tuple(str(v) for v in heads),
         )
-    if first.shard.dim >= first.rank - 2:
-        raise over(call, first)
-    if whole and not (
-        whole == [key, value] and all(v.shape[-3] == 1 and first.shard.dim == v.rank - 3 for v in whole)
-    ):
+    return first.shard if mask is None else _masked(call, first, mask)
+
+
+def _one_head_for_all(call: Call, first: Value, whole: list[Value]) -> None:
+    """Keys and values may be whole where they have one head, which serves every query head."""
+    assert first.shard is not None
+    alone = all(v.shape[-3] == 1 and first.shard.dim == v.rank - 3 for v in whole)
+    if not alone or whole != [call["key"], call["value"]]:
         raise Conflict(
             "AT306",
             f"{call.name}: {first.name} holds its own part of dim {first.shard.dim} on each rank, "
             f"{' and '.join(v.name for v in whole)} every element of it: heads would be paired wrongly",
-            blame=tuple(sharded),
-            notes=tuple(str(v) for v in (query, key, value)),
+            blame=tuple(call.sharded()),
+            notes=tuple(str(call[n]) for n in ("query", "key", "value")),
         )
-    for one in whole:  # one key and value head serves every query head
+    for one in whole:
         free(call, one, first)
-    return first.shard if mask is None else _masked(call, first, mask)
+
+
+def _paired(query: Value, other: Value, *, grouped: bool) -> bool:
+    """Whether each rank's query heads read the key heads that it holds, as in the whole run.
+
+    With grouped heads query head h of H reads key head h // (H / K) of K; on a rank both count its own
+    heads only. So 6 query heads may be dealt 2+1+2+1 over 4 ranks of which each two share a key head.
+    """
+    mine, theirs = query.shard, other.shard
+    assert mine is not None and theirs is not None
+    if mine == theirs:
+        return True
+    if not grouped or mine.dim != theirs.dim or mine.dim != query.rank - 3:
+        return False
+    many, few = query.shape[-3], other.shape[-3]
+    return all(
+        len(q) % len(k) == 0
+        and [h // (many // few) for h in q] == [h for h in k for _ in range(len(q) // len(k))]
+        for q, k in ((_held(mine, many, rank), _held(theirs, few, rank)) for rank in range(mine.tp))
+    )
+
+
+def _held(shard: Shard, size: int, rank: int) -> list[int]:
+    return [element for start, stop in shard.ranges(size, rank) for element in range(start, stop)]
 
 
 def _masked(call: Call, first: Value, mask: Value) -> Layout:
