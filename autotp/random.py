@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.comm import Group, group_of
+from autotp.comm import Group, group_of, within
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 
@@ -138,7 +138,7 @@ def synchronize(group: Mesh = None) -> None:
     group = group_of(group)
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state().tolist() if on_cuda else None
-    cpu_state, cuda_state = group.exchange((torch.get_rng_state().tolist(), cuda))[0]
+    cpu_state, cuda_state = within(group).exchange((torch.get_rng_state().tolist(), cuda))[0]
     torch.set_rng_state(torch.tensor(cpu_state, dtype=torch.uint8))
     if on_cuda and cuda_state is not None:
         torch.cuda.set_rng_state(torch.tensor(cuda_state, dtype=torch.uint8))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from autotp.comm import group_of
+from autotp.comm import group_of, within
 from autotp.diagnostic import UsageError
 from autotp.groups import Place, initialize, place
 
@@ -83,6 +84,24 @@ def test_tensor_ranks_are_adjacent_on_four_ranks(ranks) -> None:
     for rank, (found, members, _) in enumerate(ranks(4)(of_four, 2, 2)):
         assert found == Place(rank % 2, 2, 0, 1, rank // 2, 2, source=rank // 2 * 2)
         assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def unequal_stages(rank: int, size: int) -> float:
+    """Two pipeline stages of one tensor rank each that build different numbers of layers."""
+    from autotp.nn import ColumnParallelLinear
+    from autotp.random import synchronize
+
+    mesh = initialize(tp=1, pp=2)
+    started = time.monotonic()
+    for _ in range(1 + 3 * rank):
+        ColumnParallelLinear(4, 4, group=mesh)
+        synchronize(mesh)
+        within(group_of(mesh)).exchange(rank)
+    return time.monotonic() - started
+
+
+def test_stages_of_a_pipeline_do_not_wait_for_each_others_layers(ranks) -> None:
+    assert all(seconds < 4 for seconds in ranks(2)(unequal_stages))
 
 
 PROGRAM = """

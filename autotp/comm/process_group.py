@@ -14,7 +14,7 @@ from autotp.comm.exchange import Store, exchange_through
 from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, contiguous_copy
 from autotp.diagnostic import UsageError
 
-__all__ = ["ProcessGroupGroup", "group_of"]
+__all__ = ["ProcessGroupGroup", "group_of", "within"]
 
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
@@ -206,3 +206,12 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | int | None = None) -
     raise UsageError(
         f"a mesh is a DeviceMesh, a ProcessGroup, a Group or None, not {type(mesh).__name__} ({mesh!r})"
     )
+
+
+def within(group: Group) -> Group:
+    """The same group, whose `exchange` waits for its own ranks only, and not for the rest of the job.
+
+    For what one tensor group does on its own while others do something else, as the stages of a pipeline
+    that build different layers. Ranks with another group are then found by the timeout alone.
+    """
+    return _wrapped(group.process_group, group.members) if isinstance(group, ProcessGroupGroup) else group

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.comm import Group
+from autotp.comm import Group, within
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard, deal, join_pieces
@@ -78,7 +78,7 @@ def drawn_alike(group: Group, device: torch.device) -> Iterator[None]:
     own = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if on_cuda else [])
     first = [
         torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        for state in group.exchange([state.numpy().tobytes() for state in own])[0]
+        for state in within(group).exchange([state.numpy().tobytes() for state in own])[0]
     ]
     alike = all(torch.equal(a, b) for a, b in zip(own, first, strict=True))
 
