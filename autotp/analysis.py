@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autotp import cost
-from autotp.cost import Collective
+from autotp.collectives import Collective
 from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.placement import Shard

@@ -1,4 +1,4 @@
-"""What a plan costs: the bytes that each rank holds, the collectives that it runs, what stays whole.
+"""What a plan costs: the bytes that each rank holds, and what stays whole on every rank.
 
 Everything here is counted from names, shapes and layouts, without torch and without reading weights.
 Bytes are exact, for uneven layouts too, and a tied tensor counts once.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from autotp.collectives import collectives_of
 from autotp.diagnostic import Diagnostic
 from autotp.inventory import Inventory, TensorInfo
 from autotp.pattern import strongest
@@ -22,30 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOW",
-    "OPERATIONS",
-    "Collective",
     "Reason",
     "collapsed",
     "collectives_of",
     "cost_findings",
-    "expected_collectives",
     "held_bytes",
     "left_whole",
     "rank_bytes",
     "sharded_fraction",
 ]
-
-# What each mapping runs: its collective in forward, and in backward.
-OPERATIONS: Mapping[str, tuple[str | None, str | None]] = {
-    "copy": (None, "all-reduce"),
-    "reduce": ("all-reduce", None),
-    "gather": ("all-gather", None),
-    "scatter": (None, "all-gather"),
-    "reduce_scatter": ("reduce-scatter", "all-gather"),
-    "all_gather": ("all-gather", "reduce-scatter"),
-    "share": (None, None),
-    "slice": (None, None),
-}
 
 LEFT_WHOLE = "AT390"  # a large tensor that stays whole on every rank
 NOTHING = "AT391"  # a plan that shards nothing
@@ -55,26 +41,6 @@ LOW = "AT392"  # a plan that shards next to nothing
 LARGE = Fraction(1, 100)
 # A plan shards next to nothing below this share of the matrix bytes.
 LITTLE = Fraction(1, 10)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """`calls` runs of one mapping's collective at a module, in one forward or one backward pass.
-
-    `mapping` is a key of `OPERATIONS`; `direction` is "forward" or "backward".
-    """
-
-    mapping: str
-    module: str
-    direction: str
-    calls: int = 1
-
-    @property
-    def operation(self) -> str:
-        """The collective that runs: all-reduce, all-gather or reduce-scatter."""
-        found = OPERATIONS[self.mapping][self.direction == "backward"]
-        assert found is not None, f"{self.mapping} runs nothing in {self.direction}"
-        return found
 
 
 @dataclass(frozen=True)
@@ -88,18 +54,6 @@ class Reason:
     matrices: bool
     told: bool  # the plan says `replicate`, or a finding says why its rule is refused
     first: str  # the first of the tensors, by its full name
-
-
-def collectives_of(mapping: str, module: str, *, calls: int = 1) -> tuple[Collective, ...]:
-    """The collectives that one mapping runs, forward and backward.
-
-    >>> [f"{c.operation} {c.direction}" for c in collectives_of("copy", "fc1")]
-    ['all-reduce backward']
-    >>> [f"{c.operation} {c.direction}" for c in collectives_of("all_gather", "fc1")]
-    ['all-gather forward', 'reduce-scatter backward']
-    """
-    pair = zip(("forward", "backward"), OPERATIONS[mapping], strict=True)
-    return tuple(Collective(mapping, module, way, calls) for way, runs in pair if runs)
 
 
 def _own(inventory: Inventory) -> Iterator[TensorInfo]:
@@ -142,35 +96,6 @@ def sharded_fraction(inventory: Inventory, layouts: Mapping[str, Shard]) -> floa
             dealt = sum(length for length, dealt in shard.pieces(size) if dealt is not None)
             cut += Fraction(tensor.nbytes * dealt, size)
     return float(cut / total) if total else 0.0
-
-
-def expected_collectives(inventory: Inventory, matches: Matches) -> tuple[Collective, ...]:
-    """The collectives that the styles imply, where no graph has shown the real ones.
-
-    A column layer copies its input (one all-reduce backward), a row layer reduces its output and a
-    vocab layer its rows (one all-reduce forward); `gather_output` adds an all-gather forward,
-    `split_input` one backward.
-    """
-    found: list[Collective] = []
-    for placed in matches.placed.values():
-        if not any(len(_shape(inventory, name)) > 1 for name in placed.layouts):
-            continue  # a per-head vector moves nothing
-        if placed.style == "column":
-            if placed.target == "module":
-                found += collectives_of("copy", placed.path)
-            if placed.rule.gather_output:
-                found += collectives_of("gather", placed.path)
-        elif placed.style in ("row", "vocab"):
-            if placed.rule.split_input:
-                found += collectives_of("scatter", placed.path)
-            found += collectives_of("reduce", placed.path)
-    return tuple(found)
-
-
-def _shape(inventory: Inventory, name: str) -> tuple[int, ...]:
-    module = inventory.modules.get(name.rpartition(".")[0])
-    local = name.rpartition(".")[2]
-    return module.tensors[local].shape if module is not None and local in module.tensors else ()
 
 
 def collapsed(path: str) -> str:

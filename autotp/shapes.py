@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotp.analysis import NAMES_AND_SHAPES, Analysis
-from autotp.cost import cost_findings, expected_collectives
+from autotp.collectives import expected_collectives
+from autotp.cost import cost_findings
 from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory, ModuleInfo, TensorInfo
 from autotp.match import match

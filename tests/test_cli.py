@@ -134,9 +134,9 @@ whole on every rank: 42 tensors, 1.4 MiB
   and 22 smaller tensors, 34.5 KiB
 
 collectives, expected from the styles  forward          backward
-  a layer of encoder.layer.*           2 all-reduce     4 all-reduce
+  a layer of encoder.layer.*           2 all-reduce     2 all-reduce
   outside the layers                   1 all-reduce     none
-  in all                               13 all-reduce    24 all-reduce
+  in all                               13 all-reduce    12 all-reduce
 
 a rank holds 44.0 MiB (46,146,048 bytes) of 86.6 MiB, 98.5% of the matrices sharded
 
@@ -171,9 +171,9 @@ whole on every rank: 5 tensors, 960 B
   model.norm.weight                                    192 B  no rule matches it
 
 collectives, expected from the styles  forward                       backward
-  a layer of model.layers.*            2 all-reduce                  5 all-reduce
+  a layer of model.layers.*            2 all-reduce                  2 all-reduce
   outside the layers                   1 all-gather, 1 all-reduce    1 all-reduce
-  in all                               1 all-gather, 5 all-reduce    11 all-reduce
+  in all                               1 all-gather, 5 all-reduce    5 all-reduce
 
 a rank holds 64.3 KiB to 83.8 KiB (imbalance 13.3%) of 293.1 KiB, 100.0% of the matrices sharded
 

@@ -3,17 +3,7 @@
 import pytest
 
 from autotp.checkpoint.inventory import describe_tensors
-from autotp.cost import (
-    OPERATIONS,
-    Collective,
-    collapsed,
-    collectives_of,
-    cost_findings,
-    expected_collectives,
-    left_whole,
-    rank_bytes,
-    sharded_fraction,
-)
+from autotp.cost import collapsed, cost_findings, left_whole, rank_bytes, sharded_fraction
 from autotp.header import Entry
 from autotp.inventory import Inventory, ModuleInfo, TensorInfo
 from autotp.match import match
@@ -118,59 +108,6 @@ def test_an_empty_tensor_weighs_nothing():
     assert rank_bytes(inventory, {"fc.weight": Shard(0, deal(4, 2))}, 2) == (64, 64)
 
 
-def test_every_mapping_says_what_it_runs():
-    ran = {
-        mapping: [(c.operation, c.direction) for c in collectives_of(mapping, "m")] for mapping in OPERATIONS
-    }
-    assert ran == {
-        "copy": [("all-reduce", "backward")],
-        "reduce": [("all-reduce", "forward")],
-        "gather": [("all-gather", "forward")],
-        "scatter": [("all-gather", "backward")],
-        "reduce_scatter": [("reduce-scatter", "forward"), ("all-gather", "backward")],
-        "all_gather": [("all-gather", "forward"), ("reduce-scatter", "backward")],
-        "share": [],
-        "slice": [],
-    }
-
-
-def expected(inventory, rules, tp=3):
-    found = expected_collectives(inventory, match(Plan(rules=rules), inventory, tp))
-    return [
-        (c.mapping, c.module, c.direction)
-        for c in found
-        if "layers." not in c.module or "layers.0" in c.module
-    ]
-
-
-def test_a_llama_layer_has_two_forward_and_one_backward_for_each_column_layer():
-    assert sorted(expected(llama(), LLAMA)) == [
-        ("copy", "lm_head", "backward"),
-        ("copy", "model.layers.0.mlp.gate_proj", "backward"),
-        ("copy", "model.layers.0.mlp.up_proj", "backward"),
-        ("copy", "model.layers.0.self_attn.k_proj", "backward"),
-        ("copy", "model.layers.0.self_attn.q_proj", "backward"),
-        ("copy", "model.layers.0.self_attn.v_proj", "backward"),
-        ("gather", "lm_head", "forward"),
-        ("reduce", "model.embed_tokens", "forward"),
-        ("reduce", "model.layers.0.mlp.down_proj", "forward"),
-        ("reduce", "model.layers.0.self_attn.o_proj", "forward"),
-    ]
-
-
-def test_split_input_gathers_in_backward():
-    inventory = described({"fc.weight": (4, 8)})
-    assert expected(inventory, {"fc": {"style": "row", "split_input": True}}) == [
-        ("scatter", "fc", "backward"),
-        ("reduce", "fc", "forward"),
-    ]
-
-
-def test_a_sharded_vector_moves_nothing():
-    inventory = described({"attn.sinks": (6,), "attn.fc.weight": (6, 4)})
-    assert expected(inventory, {"attn.sinks": {"style": "column", "dim": 0}}) == []
-
-
 def test_layers_are_collapsed_by_their_numbers():
     assert collapsed("layers.3.experts.12.w1.weight") == "layers.*.experts.*.w1.weight"
 
@@ -251,7 +188,3 @@ def test_a_plan_that_shards_next_to_nothing_is_a_warning():
         "warning[AT392]: the plan shards 5.9% of the bytes of all matrices\n"
         "  = help: give the large matrices a column, row or vocab rule"
     )
-
-
-def test_a_collective_names_what_runs():
-    assert Collective("reduce_scatter", "norm", "backward").operation == "all-gather"

@@ -10,7 +10,7 @@ from torch import nn
 
 import autotp
 from autotp.analysis import LAYOUTS
-from autotp.cost import Collective, collectives_of
+from autotp.collectives import Collective, collectives_of
 from autotp.diagnostic import Diagnostic, Span
 from autotp.placement import Deal, Shard, deal
 from autotp.plan import Plan
@@ -115,9 +115,9 @@ whole on every rank: 18 tensors, 15.2 KiB
   and 11 smaller tensors, 2.1 KiB
 
 collectives, expected from the styles  forward         backward
-  a layer of encoder.layer.*           2 all-reduce    4 all-reduce
+  a layer of encoder.layer.*           2 all-reduce    2 all-reduce
   outside the layers                   1 all-reduce    none
-  in all                               5 all-reduce    8 all-reduce
+  in all                               5 all-reduce    4 all-reduce
 
 a rank holds 97.2 KiB to 122.6 KiB (imbalance 11.5%) of 204.6 KiB, 93.8% of the matrices sharded
 

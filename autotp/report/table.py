@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotp.analysis import LAYOUTS, Analysis
-from autotp.cost import Collective, collapsed, held_bytes
+from autotp.collectives import Collective
+from autotp.cost import collapsed, held_bytes
 from autotp.inventory import TensorInfo
 from autotp.pattern import matches
 from autotp.report.words import bytes_words, findings_words, shard_words
@@ -172,7 +173,7 @@ def _layer(path: str) -> tuple[str, str] | None:
 def collective_lines(collectives: Iterable[Collective]) -> list[tuple[str, str, str]]:
     """Lines (where, forward, backward): one for each stack of layers, the rest, and the total.
 
-    >>> from autotp.cost import collectives_of
+    >>> from autotp.collectives import collectives_of
     >>> found = [c for n in "01" for m in ("copy", "reduce") for c in collectives_of(m, f"layers.{n}.fc")]
     >>> collective_lines(found)
     [('a layer of layers.*', '1 all-reduce', '1 all-reduce'), ('in all', '2 all-reduce', '2 all-reduce')]
