@@ -45,6 +45,15 @@ class Cut:
                 local += stop - start
         return sorted(found)
 
+    def shared_pieces(self) -> list[tuple[int, int]]:
+        """(start in the dim, length) of the pieces that several ranks hold."""
+        if not self.shared:
+            return []
+        holders: dict[tuple[int, int], int] = {}
+        for start, length, _, _ in self.pieces():
+            holders[start, length] = holders.get((start, length), 0) + 1
+        return [piece for piece, count in sorted(holders.items()) if count > 1]
+
 
 def cut_of(shard: Shard, size: int, dim: int) -> Cut:
     """The cut of a dim of `size` elements by `shard`, on `dim` of the value (0 … ndim - 1)."""

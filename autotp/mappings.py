@@ -10,6 +10,10 @@
     share           Invariant -> Partial     the value on rank 0, 0 else    nothing
     slice           Replicate -> Shard       own part                       own part, 0 elsewhere
 
+And one for the parameters of heads that several ranks hold:
+
+    copy_shared     Shard -> Shard           nothing                        sum over an element's holders
+
 After Megatron-LM's f and g (https://arxiv.org/abs/1909.08053) and its sequence-parallel pair
 (https://arxiv.org/abs/2205.05198). Backward is the same function with the two kernels swapped, so it can
 be differentiated again. Nothing is written in place, and a group of one returns its input untouched.
@@ -35,6 +39,7 @@ __all__ = [
     "MAPPINGS",
     "all_gather",
     "copy",
+    "copy_shared",
     "gather",
     "owned",
     "reduce",
@@ -133,6 +138,30 @@ def _sum_owned(x: Tensor, group: Group, cut: Cut) -> Tensor:
     return _without_others(part, group, cut) if cut.shared else part
 
 
+def _sum_shared(x: Tensor, group: Group, cut: Cut) -> Tensor:
+    """The elements that several ranks hold, summed over their holders; the others as they are."""
+    shared = cut.shared_pieces()
+    if not shared:
+        return x
+    rows = []
+    for start, length in shared:
+        local = [own for at, _, rank, own in cut.pieces() if (at, rank) == (start, group.rank)]
+        piece = x.narrow(cut.dim, local[0] if local else 0, length if local else 0)
+        if not local:
+            shape = [*x.shape[: cut.dim], length, *x.shape[cut.dim + 1 :]]
+            piece = x.new_zeros(shape)
+        rows.append(piece)
+    total = group.all_reduce(torch.cat(rows, cut.dim))
+    y = contiguous_copy(x)
+    done = 0
+    for start, length in shared:
+        for at, _, rank, own in cut.pieces():
+            if (at, rank) == (start, group.rank):
+                y.narrow(cut.dim, own, length).copy_(total.narrow(cut.dim, done, length))
+        done += length
+    return y
+
+
 @dataclass(frozen=True)
 class Mapping:
     """One row of the table: from one layout to another, by `forward`; gradients go by `backward`."""
@@ -152,6 +181,7 @@ MAPPINGS: dict[str, Mapping] = {
     "all_gather": Mapping("Shard", "Replicate", _join, _sum_owned),
     "share": Mapping("Invariant", "Partial", _first, _keep),
     "slice": Mapping("Replicate", "Shard", _part, _embed),
+    "copy_shared": Mapping("Shard", "Shard", _keep, _sum_shared),
 }
 
 
@@ -270,3 +300,16 @@ def reduce_scatter(
     if group.size == 1:
         return x
     return _apply("reduce_scatter", x, group, whole_cut("reduce_scatter", x, group, dim, shard))
+
+
+def copy_shared(x: Tensor, group: Mesh = None, *, shard: Shard) -> Tensor:
+    """`x`, this rank's part of a sharded parameter, where it is read: its gradient is summed over the ranks
+    that hold the same elements (kv heads, when there are fewer than ranks).
+
+    No communication in forward, and none at all when no element has two holders.
+    """
+    group = group_of(group)
+    if group.size == 1:
+        return x
+    cut = local_cut("copy_shared", x, group, None, shard)
+    return _apply("copy_shared", x, group, cut) if cut.shared_pieces() else x

@@ -17,6 +17,7 @@ from autotp.placement import Deal, Shard, deal
 from tests.conftest import as_rank
 
 SIZE = 24
+EIGHT = [name for name in mappings.MAPPINGS if name != "copy_shared"]
 
 
 def randn(seed: int, *shape: int) -> Tensor:
@@ -115,11 +116,41 @@ def test_values_and_gradients_of_every_order(run, journey: str, kind: str) -> No
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+def held(group: Group, kind: str) -> list[Tensor]:
+    """Parameters that several ranks hold, each used differently by each of them."""
+    shard = shards(group.size)[kind] or Shard(0, deal(SIZE, group.size))
+    part = mappings.scatter(randn(1, SIZE, 3), group, shard=shard).requires_grad_()
+    y = mappings.copy_shared(part, group, shard=shard) ** 3 * weight(group.rank)
+    (first,) = torch.autograd.grad(y.sum(), part, create_graph=True)
+    used = mappings.copy_shared(first, group, shard=shard)
+    (second,) = torch.autograd.grad((used**2 * weight(group.rank)).sum(), part)
+    return [mappings.gather(x.detach(), group, shard=shard) for x in (first, second)] + [
+        first.detach()
+        - mappings.scatter(mappings.gather(first.detach(), group, shard=shard), group, shard=shard)
+    ]
+
+
+@pytest.mark.parametrize("kind", shards(2))
+def test_parameters_of_several_holders_have_the_sum_of_their_gradients(run, kind: str) -> None:
+    shard = shards(run.size)[kind] or Shard(0, deal(SIZE, run.size))
+    x = randn(1, SIZE, 3).requires_grad_()
+    weights = torch.zeros(SIZE, 1, dtype=torch.float64)
+    for rank in range(run.size):
+        for start, stop in shard.ranges(SIZE, rank):
+            weights[start:stop] += weight(rank)
+    (first,) = torch.autograd.grad((x**3 * weights).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first**2 * weights).sum(), x)
+    for a, b, difference in run(held, kind):
+        torch.testing.assert_close(a, first.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(b, second, rtol=1e-10, atol=1e-10)
+        assert torch.count_nonzero(difference) == 0  # the holders have the same bits
+
+
 def each_alone(group: Group) -> dict[str, tuple[Tensor, Tensor]]:
     """Every mapping's own forward and backward on values that differ by rank."""
     rank, size = group.rank, group.size
     found = {}
-    for name in mappings.MAPPINGS:
+    for name in EIGHT:
         local = name in ("gather", "all_gather")
         x = randn(rank, 2, 5 if local else 5 * size).requires_grad_()
         y = getattr(mappings, name)(x, group)
@@ -238,7 +269,8 @@ def test_leaves_strides_and_dtypes(run) -> None:
 
 def test_a_group_of_one_returns_the_input_itself() -> None:
     x = torch.ones(2, 3, requires_grad=True)
-    for name in mappings.MAPPINGS:
+    assert mappings.copy_shared(x, shard=Shard(0, deal(2, 1))) is x
+    for name in EIGHT:
         assert getattr(mappings, name)(x, GroupOfOne()) is x
         assert getattr(mappings, name)(x) is x
         assert simulate(1, lambda group, name=name: getattr(mappings, name)(x, group) is x) == [True]

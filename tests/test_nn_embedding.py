@@ -221,7 +221,7 @@ def test_mistakes_are_named() -> None:
     halves = Shard(0, deal(4, 2), groups=2)
     for layer, shard, text in (
         (Scaled(8, 4), Shard(0, deal(8, 2)), "takes the place of an nn.Embedding, not of Scaled"),
-        (nn.Embedding(8, 4), halves, f"{halves} does not give each rank one range of whole rows"),
+        (nn.Embedding(8, 4), halves, f"{halves} does not give each rank one range of rows of its own"),
         (
             nn.Embedding(8, 4),
             halves.at(1),

@@ -15,7 +15,7 @@ from autotp import mappings
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
 from autotp.nn import ColumnParallelLinear, RowParallelLinear
-from autotp.placement import Shard, deal
+from autotp.placement import Deal, Shard, deal
 from tests.conftest import as_rank
 from tests.test_mappings import quietly, randn
 
@@ -362,6 +362,59 @@ def test_a_shard_that_does_not_fit_leaves_the_module_as_it_was() -> None:
         with pytest.raises(UsageError, match="a mesh is a DeviceMesh"):
             cls.adopt(layer, shard=shard, group="tp")
         assert type(layer) is nn.Linear
+
+
+def kv_heads(tp: int) -> Deal:
+    """Two kv heads on more ranks, as they are dealt: the ranks of one head hold all of it."""
+    return {2: deal(2, 2), 3: Deal(2, ((0, 1), (0, 1), (1, 2)))}.get(
+        tp, Deal(2, ((0, 1),) * 2 + ((1, 2),) * 2)
+    )
+
+
+def query_heads(tp: int) -> Deal:
+    """Four query heads, two of each kv head, dealt to the ranks of that head."""
+    return {3: Deal(4, ((0, 1), (1, 2), (2, 4)))}.get(tp, deal(4, tp))
+
+
+def grouped(q: Tensor, k: Tensor, repeats: int) -> Tensor:
+    """Scores of (tokens, heads, 3) queries against the key head of each."""
+    return torch.einsum(
+        "ahd,bhd->hab", q.unflatten(-1, (-1, 3)), k.unflatten(-1, (-1, 3)).repeat_interleave(repeats, 1)
+    )
+
+
+def fewer_key_heads_than_ranks(group: Group) -> list[Tensor]:
+    q, k = nn.Linear(5, 12, **F64), nn.Linear(5, 6, **F64)
+    for layer, dealt, seed in ((q, query_heads(group.size), 0), (k, kv_heads(group.size), 1)):
+        source, shard = serial(5, layer.out_features, seed), Shard(0, dealt)
+        ColumnParallelLinear.adopt(layer, shard=shard, group=group)
+        for name in ("weight", "bias"):
+            getattr(layer, name).data = mappings.scatter(getattr(source, name).detach(), group, shard=shard)
+    x = randn(1, 7, 5).requires_grad_()
+    queries, keys = q(x), k(x)
+    scores = grouped(queries, keys, queries.shape[-1] // keys.shape[-1]).softmax(-1)
+    heads = Shard(0, query_heads(group.size))
+    mappings.gather(scores, group, shard=heads).backward(randn(2, 4, 7, 7))
+    return [x.grad, *(whole(layer, name) for layer in (q, k) for name in ("weight", "bias"))]
+
+
+def test_gradients_of_key_heads_that_several_ranks_hold(run) -> None:
+    q, k = serial(5, 12), serial(5, 6, seed=1)
+    x = randn(1, 7, 5).requires_grad_()
+    grouped(q(x), k(x), 2).softmax(-1).backward(randn(2, 4, 7, 7))
+    want = [x.grad, q.weight.grad, q.bias.grad, k.weight.grad, k.bias.grad]
+    for found in run(fewer_key_heads_than_ranks):
+        close(found, want)
+
+
+def test_a_row_layer_refuses_columns_that_several_ranks_hold() -> None:
+    shard = Shard(1, kv_heads(4))
+    with pytest.raises(UsageError) as caught:
+        simulate(4, lambda group: RowParallelLinear.adopt(nn.Linear(6, 4), shard=shard, group=group))
+    assert str(caught.value) == (
+        f"RowParallelLinear: {shard} gives some columns to several ranks, each of which would add them to "
+        "the sum"
+    )
 
 
 def shared_copy_and_partial_sum(group: Group) -> list[Tensor]:

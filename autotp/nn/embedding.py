@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from autotp import mappings
 from autotp.comm import Group, group_of
+from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.lookup import lookup, renormalise_columns, renormalise_rows
@@ -173,8 +174,8 @@ class VocabParallelEmbedding(_CutEmbedding):
                 f"{cls.__name__}: {shard} is no cut of dim 0 of the weight, {rows} elements over "
                 f"{group.size} ranks"
             )
-        if len(shard.ranges(rows, group.rank)) != 1:
-            raise UsageError(f"{cls.__name__}: {shard} does not give each rank one range of whole rows")
+        if len(shard.ranges(rows, group.rank)) != 1 or cut_of(shard, rows, 0).shared:
+            raise UsageError(f"{cls.__name__}: {shard} does not give each rank one range of rows of its own")
         module.__class__ = cls
         assert isinstance(module, VocabParallelEmbedding)
         module._place(shard, group)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from autotp import mappings
 from autotp.comm import Group, group_of
+from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
@@ -132,6 +133,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     gather_output: bool
     copy_input: bool | SharedCopy
+    shares: bool
+    """Whether some rows are held by several ranks, as kv heads are when there are fewer than ranks."""
 
     def __init__(
         self,
@@ -169,7 +172,7 @@ class ColumnParallelLinear(_ParallelLinear):
             device=device,
             dtype=dtype,
         )
-        self.gather_output, self.copy_input = gather_output, True
+        self.gather_output, self.copy_input, self.shares = gather_output, True, False
 
     @classmethod
     def adopt(
@@ -183,8 +186,9 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         """Turn an nn.Linear into this class in place; hooks, identity and parameters stay.
 
-        `shard` cuts dim 0 of the weight, and the bias alike; the caller slices them. `copy_input` may be a
-        copy that several layers share; with False the input's gradient is summed elsewhere.
+        `shard` cuts dim 0 of the weight, and the bias alike; the caller slices them. Rows may be held by
+        several ranks: their gradient is summed over these. `copy_input` may be a copy that several layers
+        share; with False the input's gradient is summed elsewhere.
 
         Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
         differ, and for a shard of another dim, size or number of ranks.
@@ -192,14 +196,21 @@ class ColumnParallelLinear(_ParallelLinear):
         cls._adopt(module, shard=shard, group=group, dim=0, cut_bias=True)
         assert isinstance(module, ColumnParallelLinear)
         module.gather_output, module.copy_input = gather_output, copy_input
+        module.shares = cut_of(shard, module.out_features, 0).shared
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out), or (..., out/tp) without `gather_output`."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.shares:  # rows that several ranks hold: their gradient is summed over the holders
+            weight = mappings.copy_shared(weight, self.group, shard=self.shard)
+            if bias is not None:
+                bias = mappings.copy_shared(bias, self.group, shard=self.shard)
         if self.copy_input is True:
-            y = copied_linear(input, self.weight, self.bias, self.group)
+            y = copied_linear(input, weight, bias, self.group)
         else:
             x = self.copy_input(input) if self.copy_input else input
-            y = F.linear(x, self.weight, self.bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
+            y = F.linear(x, weight, bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
         return mappings.gather(y, self.group, dim=-1, shard=self.shard) if self.gather_output else y
 
 
@@ -268,6 +279,11 @@ class RowParallelLinear(_ParallelLinear):
         Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
         differ, and for a shard of another dim, size or number of ranks.
         """
+        if shard.tp > 1 and shard.fits(module.in_features) and cut_of(shard, module.in_features, 1).shared:
+            raise UsageError(
+                f"RowParallelLinear: {shard} gives some columns to several ranks, each of which would add "
+                "them to the sum"
+            )
         cls._adopt(module, shard=shard, group=group, dim=1, cut_bias=False)
         assert isinstance(module, RowParallelLinear)
         module.input_is_parallel, module.reduce_output = input_is_parallel, reduce_output
