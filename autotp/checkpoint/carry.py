@@ -12,15 +12,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from autotp.checkpoint.digest import digest_of, new_digest
 from autotp.checkpoint.folder import INDEX, MANIFEST
 from autotp.checkpoint.manifest import Digests, Manifest
 from autotp.checkpoint.output import Output
-from autotp.checkpoint.read import CHUNK, Differs, Part, Source, open_to_read, read_exactly
+from autotp.checkpoint.read import CHUNK, Differs, Memory, Part, Source, open_to_read, read_exactly
 from autotp.checkpoint.staging import Staging
 from autotp.checkpoint.supply import Supply
-from autotp.checkpoint.write import Buffers, create, stream, write_exactly
-from autotp.checkpoint.written import Progress
+from autotp.checkpoint.write import Buffers, Gathers, create, stream, write_exactly
+from autotp.checkpoint.written import Progress, size_of
 from autotp.diagnostic import CheckpointError
 from autotp.header import Header
 from autotp.slicing import rows
@@ -173,22 +175,29 @@ def _carry_companions(
 ) -> dict[str, str]:
     """Copy the other files to every output; returns their digests."""
     digests = {}
-    for name, path in supply.companions().items():
-        size = _size(path)
+    for name, content in supply.companions().items():
+        size = size_of(content)
         digest, part_of = new_digest(manifest.digest), rows((size,), 1, None, 0)
         with ExitStack() as stack:
-            source = Part(open_to_read(path), path, 0, part_of)
-            stack.callback(os.close, source.fd)
+            source: Gathers
+            if isinstance(content, bytes):
+                source = Memory(np.frombuffer(content, np.uint8))
+            else:
+                fd = open_to_read(content)
+                stack.callback(os.close, fd)
+                source = Source([Part(fd, content, 0, part_of)])
             sinks = []
             for output in outputs:
                 copy = output.home / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 sinks.append(Part(create(copy, b"", size), copy, 0, part_of))
                 stack.callback(os.close, sinks[-1].fd)
-            stream(Source([source]), sinks, size, buffers=buffers, whole=digest, progress=lambda count: None)
+            stream(source, sinks, size, buffers=buffers, whole=digest, progress=lambda count: None)
         digests[name] = digest.hexdigest()
         if manifest.companions and manifest.companions[name] != digests[name]:
-            raise CheckpointError(f"{path}: is not what was written (its digest differs from {MANIFEST}'s)")
+            raise CheckpointError(
+                f"{content!s}: is not what was written (its digest differs from {MANIFEST}'s)"
+            )
     return digests
 
 
@@ -200,10 +209,3 @@ def _write_small(path: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -21,6 +21,7 @@ from autotp.diagnostic import CheckpointError
 from autotp.plan import Plan
 
 if TYPE_CHECKING:
+    from autotp.checkpoint.meta import Meta
     from autotp.checkpoint.pickled import Pickled
 
 __all__ = ["convert"]
@@ -40,7 +41,8 @@ def convert(
     """Cut the checkpoint `source` for `tp` ranks and write their folders and a manifest to `target`.
 
     - `source`: a folder (one file or an index), or one .safetensors file; read once, in file order. A
-      pytorch_model.bin (this imports torch) is read as plain tensors and merges into .safetensors
+      pytorch_model.bin, or Meta's consolidated.NN.pth with params.json (these import torch), is read as
+      plain tensors and merges into .safetensors
     - `target`: absent or an empty folder; it appears whole or not at all. A run that was killed goes on
       where it stopped when it is started again
     - `plan`: a plan, a file or a name; "auto" or None: the shipped plan of config.json's model_type
@@ -61,10 +63,11 @@ def convert(
 
     source, target = Path(source), Path(target)
     new_digest(digest)
+    check_target(target)
     if (source / MANIFEST).exists():
         raise CheckpointError(f"{source}: is converted already; `merge` it first")
-    pickled = _pickled(source)
-    folder = open_folder(source) if pickled is None else pickled.folder
+    other = _other_format(source)
+    folder = open_folder(source) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
     chosen, name = choose_plan(plan, folder.config, source)
     layouts = decide_layouts(source, entries, folder.config, chosen, tp, check)
@@ -80,7 +83,7 @@ def convert(
     )
     outputs = [Output(rank_folder(Path(), rank, tp), manifest.layouts, rank) for rank in range(tp)]
     check_target(target)
-    supply = pickled or Whole(folder, describe_tensors(entries, folder.config).aliases)
+    supply = other or Whole(folder, describe_tensors(entries, folder.config).aliases)
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
     written = Written(target, tp, chosen, name, manifest.proof, files, free_bytes(target), dry_run)
     if not dry_run:
@@ -89,11 +92,14 @@ def convert(
     return written
 
 
-def _pickled(source: Path) -> Pickled | None:
-    """The checkpoint as torch.save wrote it, if it is one."""
-    names = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-    if source.suffix not in (".bin", ".pt", ".pth") and not any((source / name).exists() for name in names):
-        return None
-    from autotp.checkpoint import pickled
+def _other_format(source: Path) -> Pickled | Meta | None:
+    """The checkpoint as torch.save or Meta wrote it, if it is one of theirs; these need torch."""
+    if source.suffix in (".bin", ".pt", ".pth") or any(source.glob("pytorch_model.bin*")):
+        from autotp.checkpoint import pickled
 
-    return pickled.Pickled(source) if pickled.holds_pickles(source) else None
+        return pickled.Pickled(source) if pickled.holds_pickles(source) else None
+    if any(source.glob("consolidated.*.pth")):
+        from autotp.checkpoint import meta
+
+        return meta.Meta(source) if meta.holds_meta(source) else None
+    return None

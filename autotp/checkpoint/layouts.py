@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +38,26 @@ def choose_plan(plan: Any, config: Mapping[str, Any], source: Path) -> tuple[Pla
 
 
 def decide_layouts(
-    source: Path, entries: Sequence[Entry], config: Mapping[str, Any], plan: Plan, tp: int, check: str
+    source: Path,
+    entries: Sequence[Entry],
+    config: Mapping[str, Any],
+    plan: Plan,
+    tp: int,
+    check: str,
 ) -> dict[str, Shard]:
     """{tensor name: how it is cut}; tensors that are not in it are whole.
 
-    `source` is a folder with a config.json. With `check` "shapes" names and shapes are matched; with
-    "layouts" the plan is proven on the model that the config describes, and where the headers tell a cut
-    too, it must be the same. Raises PlanError (every finding), CheckpointError, UsageError.
+    `source` is the checkpoint, for messages; `config` what its config.json says. With `check` "shapes"
+    names and shapes are matched; with "layouts" the plan is proven on the model that the config describes,
+    and where the headers tell a cut too, it must be the same. Raises PlanError (every finding),
+    CheckpointError, UsageError.
     """
     if check not in CHECKS:
         raise UsageError(f"check is 'layouts' or 'shapes', not {check!r}")
     matches = match(plan, describe_tensors(entries, config, name=source.name), tp)
     there = {entry.name: entry for entry in entries}
     if check == "layouts":
-        layouts = _proven(source, there, matches)
+        layouts = _proven(source, there, config, matches)
     elif errors(matches.diagnostics):
         raise PlanError(matches.diagnostics)
     else:
@@ -62,7 +71,9 @@ def decide_layouts(
     return layouts
 
 
-def _proven(source: Path, there: Mapping[str, Entry], matches: Matches) -> dict[str, Shard]:
+def _proven(
+    source: Path, there: Mapping[str, Entry], config: Mapping[str, Any], matches: Matches
+) -> dict[str, Shard]:
     """The layouts as they are proven on the model, under the checkpoint's names.
 
     Only a row rule without heads leaves its units to the proof. Tensors that the model has not are carried
@@ -70,7 +81,13 @@ def _proven(source: Path, there: Mapping[str, Entry], matches: Matches) -> dict[
     """
     from autotp.hf import prove
 
-    analysis = prove(source, matches.plan, matches.tp)
+    with ExitStack() as stack:
+        model = source
+        home = source if source.is_dir() else source.parent
+        if config and not (home / "config.json").exists():  # one that was made from Meta's params.json
+            model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            (model / "config.json").write_text(json.dumps(config))
+        analysis = prove(model, matches.plan, matches.tp)
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
     known = analysis.inventory.tensors()

@@ -30,12 +30,12 @@ from autotp.checkpoint.folder import (
 )
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.manifest import Digests
-from autotp.checkpoint.read import Block
+from autotp.checkpoint.read import Memory
 from autotp.checkpoint.supply import Ties
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, encode_header, parse_header
 
-__all__ = ["Pickled", "holds_pickles", "load_tensors"]
+__all__ = ["Pickled", "holds_pickles", "in_memory", "load_tensors"]
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -98,10 +98,10 @@ class Pickled:
         ]
         return [*known, *([file.path.name, 0, 0, digest_of(file.raw, "xxh3")] for file in self.folder.files)]
 
-    def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], _Memory]:
+    def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], Memory]:
         """See Supply."""
         tensors = load_tensors(self.sources[file.path.name])
-        return lambda entry: _Memory(tensors[entry.name])
+        return lambda entry: in_memory(tensors[entry.name])
 
     def check(self, file: Header) -> None:
         """Raise CheckpointError when the file has changed since it was opened."""
@@ -122,17 +122,10 @@ class Pickled:
         return {name: self.home / name for name in self.folder.companions}
 
 
-class _Memory:
-    """One tensor in memory (or mapped), as a source of blocks."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        flat = tensor.detach().contiguous().reshape(-1)
-        self.data: Block = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        self.length = max(1, len(self.data))
-
-    def gather(self, block: Block, start: int, scratch: Block) -> None:
-        """Fill `block` with the bytes from `start` on."""
-        block[:] = self.data[start : start + len(block)]
+def in_memory(tensor: torch.Tensor) -> Memory:
+    """A tensor as a source of blocks; its memory is used as it is where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return Memory(flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8))
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -21,7 +21,17 @@ from autotp.header import BITS, Entry
 from autotp.placement import Shard
 from autotp.slicing import Rows, holders, rows
 
-__all__ = ["CHUNK", "Block", "Differs", "Part", "Source", "open_to_read", "read_exactly", "read_local"]
+__all__ = [
+    "CHUNK",
+    "Block",
+    "Differs",
+    "Memory",
+    "Part",
+    "Source",
+    "open_to_read",
+    "read_exactly",
+    "read_local",
+]
 __all__ += ["read_rank", "spans", "typed"]
 
 CHUNK = 1 << 20  # bytes of a block
@@ -115,6 +125,18 @@ class Source:
                     copy = there[:, place : place + high - low]
                     if not np.array_equal(here[:, low:high], copy):
                         differs(rank, here[:, low:high].ravel(), copy.ravel())
+
+
+class Memory:
+    """One tensor that is in memory (or mapped), as a source of blocks."""
+
+    def __init__(self, data: Block) -> None:
+        self.data = data
+        self.length = max(1, len(data))
+
+    def gather(self, block: Block, start: int, scratch: Block) -> None:
+        """Fill `block` with the bytes from `start` on."""
+        block[:] = self.data[start : start + len(block)]
 
 
 def read_exactly(part: Part, into: Block, place: int) -> None:

@@ -43,8 +43,8 @@ class Supply(Protocol):
     def differs(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
         """The error for a rank's copy that is not the first holder's."""
 
-    def companions(self) -> Mapping[str, Path]:
-        """The other files, by relative name."""
+    def companions(self) -> Mapping[str, Path | bytes]:
+        """The other files, by relative name: where they are, or what they hold."""
 
 
 class Ties:

@@ -12,7 +12,7 @@ from autotp.diagnostic import CheckpointError
 from autotp.header import Header
 from autotp.plan import Plan
 
-__all__ = ["Progress", "Written", "files_of"]
+__all__ = ["Progress", "Written", "files_of", "size_of"]
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the file at hand
 
@@ -52,7 +52,10 @@ class Written:
 
 
 def files_of(
-    sources: Sequence[Header], index: bytes | None, companions: Mapping[str, Path], outputs: Sequence[Output]
+    sources: Sequence[Header],
+    index: bytes | None,
+    companions: Mapping[str, Path | bytes],
+    outputs: Sequence[Output],
 ) -> tuple[tuple[str, int], ...]:
     """Every file that the outputs will hold, (relative name, bytes), without the manifest."""
     files = []
@@ -61,5 +64,10 @@ def files_of(
         files += [(str(header.path), header.size) for header in headers]
         if index is not None:
             files.append((str(output.home / INDEX), len(output.index(headers, index))))
-        files += [(str(output.home / name), path.stat().st_size) for name, path in companions.items()]
+        files += [(str(output.home / name), size_of(content)) for name, content in companions.items()]
     return tuple(files)
+
+
+def size_of(content: Path | bytes) -> int:
+    """Bytes of a companion."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
