@@ -23,7 +23,7 @@ from autotp.header import encode_header
 from autotp.placement import Shard
 from autotp.slicing import merge
 
-__all__ = ["full_tensors", "save_pretrained"]
+__all__ = ["full_tensors", "save_pretrained", "whole_shape"]
 
 LARGEST_FILE = 5_000_000_000  # bytes of tensors, as transformers splits
 ALL_CALL = 20.0  # seconds that ranks wait for one that does not call
@@ -59,7 +59,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int =
             if tensor.dtype not in NAMES or tensor.is_meta:
                 raise CheckpointError(f"{target}: tensor {name!r} is {tensor.dtype} on {tensor.device}")
     aliases = {other: first for names in slots for first, *others in [list(names)] for other in others}
-    shapes = {name: _whole_shape(tensor, layouts.get(name), group) for name, tensor in named.items()}
+    shapes = {name: whole_shape(tensor, layouts.get(name), group) for name, tensor in named.items()}
     files = _files(named, shapes, largest_file)
     digest = xxhash.xxh3_128()
     with together(group, timeout=SLOWEST_SAVE), ExitStack() as stack:
@@ -100,7 +100,7 @@ def full_tensors(
             if digest is not None and whole.numel():
                 digest.update(whole.reshape(-1).view(torch.uint8).numpy().data)
         else:
-            size = _whole_shape(local, shard, group)[shard.dim]
+            size = whole_shape(local, shard, group)[shard.dim]
             sizes = [shard.local_size(size, rank) for rank in range(group.size)]
             every = group.all_gather(local, shard.dim, sizes).cpu()
             whole = merge(torch.split(every, sizes, shard.dim), shard)
@@ -153,7 +153,7 @@ class _Writer:
         self.staging.commit()
 
 
-def _whole_shape(tensor: torch.Tensor, shard: Shard | None, group: Group) -> tuple[int, ...]:
+def whole_shape(tensor: torch.Tensor, shard: Shard | None, group: Group) -> tuple[int, ...]:
     """The global shape of a rank's part."""
     shape = list(tensor.shape)
     if shard is not None:

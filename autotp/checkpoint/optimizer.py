@@ -1,0 +1,197 @@
+"""An optimizer's state, saved whole and loaded at any number of ranks: cut and merged like the weights.
+
+State goes by the name of its parameter, never by position. A tensor of a parameter's shape (AdamW's
+exp_avg and exp_avg_sq, SGD's momentum_buffer) is cut as the parameter is; a single number (AdamW's step) is
+the same on every rank. One .safetensors file holds all of it, with the groups' settings in its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autotp.checkpoint.fit import DTYPES, NAMES
+from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local
+from autotp.checkpoint.save import ALL_CALL, SLOWEST_SAVE, full_tensors, whole_shape
+from autotp.checkpoint.together import together
+from autotp.checkpoint.write import create, write_exactly
+from autotp.comm import Group, GroupOfOne
+from autotp.diagnostic import CheckpointError, UsageError
+from autotp.header import Entry, encode_header, read_header
+from autotp.placement import Shard
+from autotp.slicing import rows
+
+__all__ = ["load_optimizer", "save_optimizer"]
+
+
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str | Path) -> None:
+    """Write an optimizer's whole state to one .safetensors file; call it on every rank of the model's group.
+
+    Rank 0 writes, one whole tensor at a time is in memory. The file appears whole or not at all, and
+    replaces one of that name. Raises UsageError for state that belongs to no parameter of the model or is
+    neither of its parameter's shape nor one number, and CheckpointError when the file cannot be written.
+
+        save_optimizer(model, optimizer, "step-1000/optimizer.safetensors")
+    """
+    group, layouts = _group_and_layouts(model)
+    path = Path(file)
+    with together(group, timeout=ALL_CALL):
+        named, cuts = _state(model, optimizer, layouts)
+        settings = json.dumps(_settings(model, optimizer))
+    shapes = {key: whole_shape(tensor, cuts.get(key), group) for key, tensor in named.items()}
+    described = {
+        key: (NAMES[tensor.dtype], shapes[key], torch.Size(shapes[key]).numel() * tensor.element_size())
+        for key, tensor in named.items()
+    }
+    raw, starts = encode_header(described, {"format": "pt", "groups": settings})
+    size = len(raw) + sum(nbytes for _, _, nbytes in described.values())
+    aside, failure = path.with_name(f".{path.name}.autotp-partial"), None
+    with together(group, timeout=SLOWEST_SAVE), ExitStack() as stack:
+        fd = create(aside, raw, size) if group.rank == 0 else -1
+        if group.rank == 0:
+            stack.callback(os.close, fd)
+        for key, whole in full_tensors(named, cuts, group):
+            if group.rank == 0 and failure is None and whole.numel():
+                try:
+                    write_exactly(fd, aside, whole.reshape(-1).view(torch.uint8).numpy(), starts[key])
+                except CheckpointError as error:  # the others are inside a gather: go on, tell them after
+                    failure = error
+        if failure is not None:
+            os.unlink(aside)
+            raise failure
+        if group.rank == 0:
+            os.replace(aside, path)
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str | Path) -> None:
+    """Give an optimizer the state that `save_optimizer` wrote, at whatever number of ranks.
+
+    Each rank reads its own slices. The optimizer has the same groups of parameters, by name; their
+    settings are taken from the file. Raises CheckpointError for a file that does not fit.
+    """
+    group, layouts = _group_and_layouts(model)
+    with together(group, timeout=SLOWEST_SAVE):
+        header = read_header(file)
+        try:
+            saved = json.loads(header.metadata.get("groups", "null"))
+        except (ValueError, RecursionError):
+            saved = None
+        if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):
+            raise CheckpointError(f"{file}: was not written by save_optimizer")
+        names, order = _names(model), [p for entry in optimizer.param_groups for p in entry["params"]]
+        groups, position = [], 0
+        for current in optimizer.param_groups:
+            mine = [names[id(parameter)] for parameter in current["params"]]
+            found = next((one for one in saved if one.get("names") == mine), None)
+            if found is None:
+                raise CheckpointError(f"{file}: holds no group of the parameters {_some(mine)}")
+            kept = {key: value for key, value in current.items() if key not in found}
+            settings = {  # JSON has lists alone: AdamW's betas are a tuple again
+                key: tuple(value) if isinstance(current.get(key), tuple) else value
+                for key, value in found.items()
+                if key != "names"
+            }
+            indices = list(range(position, position + len(mine)))
+            groups.append({**kept, **settings, "params": indices})
+            position += len(mine)
+        state = _read(Path(file), header.tensors, [names[id(p)] for p in order], order, layouts, group)
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _group_and_layouts(model: nn.Module) -> tuple[Group, Mapping[str, Shard]]:
+    from autotp.rewrite.apply import sharded
+
+    memory = sharded(model)
+    return (GroupOfOne(), {}) if memory is None else (memory.group, memory.layouts)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its identity; of tied ones the first."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    return names
+
+
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Shard]
+) -> tuple[dict[str, torch.Tensor], dict[str, Shard]]:
+    """Every tensor of the state as "parameter:key", and how the cut ones are cut."""
+    names, found, cuts = _names(model), dict[str, torch.Tensor](), dict[str, Shard]()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise UsageError("the optimizer holds a parameter that is none of the model's")
+            name = names[id(parameter)]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                alike = tensor.shape == parameter.shape and tensor.dim() > 0
+                if not alike and tensor.numel() != 1:
+                    raise UsageError(
+                        f"the optimizer's {key} of {name!r} has shape {list(tensor.shape)}, its parameter "
+                        f"{list(parameter.shape)}: it is not known how to cut it"
+                    )
+                found[f"{name}:{key}"] = tensor
+                if alike and name in layouts:
+                    cuts[f"{name}:{key}"] = layouts[name]
+    return found, cuts
+
+
+def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Each group's settings and the names of its parameters, as JSON data."""
+    names, settings = _names(model), []
+    for group in optimizer.param_groups:
+        plain = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        settings.append({**plain, "names": [names[id(parameter)] for parameter in group["params"]]})
+    return settings
+
+
+def _read(
+    file: Path,
+    entries: Mapping[str, Entry],
+    names: list[str],
+    parameters: list[torch.Tensor],
+    layouts: Mapping[str, Shard],
+    group: Group,
+) -> dict[int, dict[str, torch.Tensor]]:
+    """This rank's part of the state, by the position of the parameter in the optimizer."""
+    position = {name: index for index, name in enumerate(names)}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    scratch, fd = np.empty(CHUNK, np.uint8), open_to_read(file)
+    try:
+        for full, entry in entries.items():
+            name, _, key = full.rpartition(":")
+            if name not in position:
+                raise CheckpointError(f"{file}: holds state of {name!r}, which the optimizer has not")
+            shard = layouts.get(name) if entry.shape else None
+            local = entry.shape if shard is None else shard.local_shape(entry.shape, group.rank)
+            expected = tuple(parameters[position[name]].shape)
+            if entry.shape and local != expected and local != (1,):
+                raise CheckpointError(
+                    f"{file}: {key} of {name!r} is {list(local)} here, not {list(expected)}"
+                )
+            wanted = rows(entry.shape, entry.itemsize, shard, group.rank)
+            tensor = torch.empty(local, dtype=DTYPES[entry.dtype])
+            if wanted.nbytes:
+                into = tensor.reshape(-1).view(torch.uint8).numpy()
+                read_local(Part(fd, file, entry.start, wanted), wanted, into, scratch)
+            state.setdefault(position[name], {})[key] = tensor
+    finally:
+        os.close(fd)
+    return state
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

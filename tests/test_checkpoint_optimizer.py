@@ -1,0 +1,156 @@
+"""Optimizer state: training that is resumed at another number of ranks goes on as if never interrupted."""
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.checkpoint.optimizer import load_optimizer, save_optimizer
+from autotp.checkpoint.save import full_tensors
+from autotp.comm import simulate
+from autotp.diagnostic import CheckpointError, UsageError
+from autotp.header import read_header
+from autotp.rewrite.apply import sharded
+
+PLAN = {"fc1": "column", "fc2": "row"}
+STEPS = 3
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 33), nn.Linear(33, 16)  # 33: uneven over 2 and 4
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+def mlp():
+    torch.manual_seed(0)
+    model = MLP().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(
+        [{"params": [model.fc1.weight, model.fc2.weight], "weight_decay": 0.1},
+         {"params": [model.fc2.bias, model.fc1.bias], "weight_decay": 0.0}], lr=0.01, amsgrad=True,
+    ),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True),
+    "plain": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+}  # fmt: skip
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(model):
+    memory = sharded(model)
+    named = dict(model.named_parameters())
+    return {name: t.clone() for name, t in full_tensors(named, memory.layouts, memory.group)}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (4, 2)])
+def test_resumed_at_another_number_of_ranks(tmp_path, kind, before, after):
+    reference = mlp()
+    expected = train(reference, OPTIMIZERS[kind](reference), range(2 * STEPS))
+    file = tmp_path / "optimizer.safetensors"
+
+    def first(group):
+        model = autotp.shard(mlp(), PLAN, group, check="shapes")
+        optimizer = OPTIMIZERS[kind](model)
+        losses = train(model, optimizer, range(STEPS))
+        save_optimizer(model, optimizer, file)
+        return losses, whole(model)
+
+    (losses, weights), *_ = simulate(before, first)
+    torch.testing.assert_close(losses, expected[:STEPS], atol=1e-10, rtol=0)
+
+    def second(group):
+        model = mlp()
+        model.load_state_dict(weights)
+        autotp.shard(model, PLAN, group, check="shapes")
+        optimizer = OPTIMIZERS[kind](model)
+        for entry in optimizer.param_groups:
+            entry["lr"] = 99.0  # the file knows better
+        load_optimizer(model, optimizer, file)
+        return train(model, optimizer, range(STEPS, 2 * STEPS)), whole(model)
+
+    for losses, found in simulate(after, second):
+        torch.testing.assert_close(losses, expected[STEPS:], atol=1e-10, rtol=0)
+        torch.testing.assert_close(found, dict(reference.named_parameters()), atol=1e-10, rtol=0)
+    assert os.listdir(tmp_path) == ["optimizer.safetensors"]
+
+
+def saved(tmp_path):
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw"](model)
+    train(model, optimizer, range(1))
+    save_optimizer(model, optimizer, tmp_path / "o.safetensors")
+    return model, optimizer, tmp_path / "o.safetensors"
+
+
+def test_what_is_written_is_whole_and_named(tmp_path):
+    _, optimizer, file = saved(tmp_path)
+    entries = read_header(file).tensors
+    keys = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    parameters = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+    assert set(entries) == {f"{name}:{key}" for name in parameters for key in keys}
+    assert entries["fc1.weight:exp_avg"].shape == (33, 16) and entries["fc1.weight:step"].shape == ()
+    before = copy.deepcopy(optimizer.state_dict())
+    model = mlp()
+    again = OPTIMIZERS["adamw"](model)
+    load_optimizer(model, again, file)
+    assert again.state_dict()["param_groups"] == before["param_groups"]
+    for index, state in before["state"].items():
+        torch.testing.assert_close(again.state_dict()["state"][index], state, atol=0, rtol=0)
+
+
+def refusal(error, call):
+    with pytest.raises(error) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    model, _, file = saved(tmp_path)
+    other = torch.optim.AdamW([model.fc1.weight])
+    message = refusal(CheckpointError, lambda: load_optimizer(model, other, file))
+    assert message == f"{file}: holds no group of the parameters fc1.weight"
+    stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    message = refusal(UsageError, lambda: save_optimizer(model, stranger, file))
+    assert message == "the optimizer holds a parameter that is none of the model's"
+    odd = torch.optim.SGD([model.fc1.weight], lr=0.1)
+    odd.state[model.fc1.weight]["factor"] = torch.zeros(33, 1)
+    message = refusal(UsageError, lambda: save_optimizer(model, odd, file))
+    assert message == (
+        "the optimizer's factor of 'fc1.weight' has shape [33, 1], its parameter [33, 16]: it is not "
+        "known how to cut it"
+    )
+    wider = nn.Module()
+    wider.fc1, wider.fc2 = nn.Linear(16, 34), nn.Linear(34, 16)
+    message = refusal(CheckpointError, lambda: load_optimizer(wider, OPTIMIZERS["adamw"](wider), file))
+    assert message.startswith(f"{file}: ") and "is [33" in message
+    autotp.checkpoint.save.save_pretrained(model, tmp_path / "weights")
+    weights = tmp_path / "weights" / "model.safetensors"
+    message = refusal(CheckpointError, lambda: load_optimizer(model, OPTIMIZERS["adamw"](model), weights))
+    assert message == f"{weights}: was not written by save_optimizer"
+    missing = tmp_path / "nowhere" / "o.safetensors"
+    message = refusal(CheckpointError, lambda: save_optimizer(model, OPTIMIZERS["plain"](model), missing))
+    assert message.endswith("cannot be written: No such file or directory")
