@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from autotp.collectives import collectives_of
 from autotp.diagnostic import Diagnostic
 from autotp.inventory import Inventory, TensorInfo
 from autotp.pattern import strongest
@@ -25,7 +24,6 @@ __all__ = [
     "LOW",
     "Reason",
     "collapsed",
-    "collectives_of",
     "cost_findings",
     "held_bytes",
     "left_whole",

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from autotp.analysis import LAYOUTS, Analysis, Collective
-from autotp.cost import collectives_of
+from autotp.analysis import LAYOUTS, Analysis
+from autotp.collectives import Collective, collectives_of
 from autotp.diagnostic import Diagnostic, UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
