@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,10 @@ from torch import fx, nn
 from autotp.trace.capture import capture
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
+from autotp.trace.kinds import Shortened, shorten
 from autotp.trace.recorder import Boundary, Step
 
-__all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
+__all__ = ["Captured", "Mode", "capture_modes", "captured", "modes", "signature", "training"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,12 @@ class Mode:
 @dataclass
 class Captured:
     """The traces of a model: those that differ, by mode; the modes that another one covers, with its name;
-    and the modes that cannot be traced."""
+    the modes that cannot be traced, and of those the guesses (`dropped`), which are no findings."""
 
     traces: list[tuple[Mode, Trace]] = field(default_factory=list)
     covered: dict[str, str] = field(default_factory=dict)
     failed: list[tuple[Mode, TraceError]] = field(default_factory=list)
+    dropped: list[tuple[Mode, TraceError]] = field(default_factory=list)
 
 
 def modes(module: nn.Module, samples: Samples) -> list[Mode]:
@@ -112,8 +114,7 @@ def capture_modes(module: nn.Module, samples: Samples) -> Captured:
             try:
                 trace = mode.capture(module)
             except TraceError as error:
-                if not mode.optional:
-                    result.failed.append((mode, error))
+                (result.dropped if mode.optional else result.failed).append((mode, error))
                 mode = mode.otherwise
                 continue
             # Proven with gradients, a forward is proven without.
@@ -126,6 +127,22 @@ def capture_modes(module: nn.Module, samples: Samples) -> Captured:
                     seen.setdefault(signature(trace, gradients=gradients), mode.name)
             break
     return result
+
+
+@contextlib.contextmanager
+def captured(
+    module: nn.Module, samples: Samples, marks: Mapping[str, Hashable] | None = None
+) -> Iterator[tuple[Captured, Shortened]]:
+    """The traces of `module` with layers of one kind traced once, and what is left out while the context
+    lasts (so that a rank's traces leave it out too). Where a mode fails on the short model, the whole one
+    is traced. `marks` are those of `shorten`."""
+    with contextlib.ExitStack() as stack:
+        short = stack.enter_context(shorten(module, marks))
+        found = capture_modes(module, samples)
+        if short.kept and (found.failed or found.dropped):
+            stack.close()
+            short, found = Shortened(), capture_modes(module, samples)
+        yield found, short
 
 
 def signature(trace: Trace, *, gradients: bool = True) -> tuple[Any, ...]:
