@@ -123,7 +123,8 @@ class _OnRankStream:
 def use_rank_stream(module: nn.Module, group: Mesh = None) -> None:
     """Run `module`'s forward on the rank's own stream whenever it is in training mode.
 
-    For dropout and other random modules on sharded values. In evaluation nothing is drawn.
+    For dropout and other random modules on sharded values. In evaluation nothing is drawn. torch.compile
+    breaks its graph around such a module in training (`fullgraph=True` raises), and not in evaluation.
     """
     hooks = _OnRankStream(group_of(group))
     module.register_forward_pre_hook(hooks.enter)

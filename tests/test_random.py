@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_hooks_draw_only_in_training_and_survive_copies() -> None:
     assert torch.equal(a[0], a[2])
     assert not torch.equal(a[0], b[0])
     assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.slow
+def test_compiled_code_draws_as_eager_code_does() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    use_rank_stream(module[1])
+    x = torch.ones(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch._dynamo.reset()
+        whole = torch.compile(module.eval(), fullgraph=True, backend="aot_eager")
+        assert torch.equal(whole(x), module(x))
+        torch._dynamo.reset()
+        found = []
+        for call in (torch.compile(module.train(), backend="aot_eager"), module):
+            torch.manual_seed(0)
+            found.append([call(x), torch.rand(3)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_an_exception_in_the_module_brings_the_common_stream_back() -> None:
