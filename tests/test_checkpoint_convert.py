@@ -340,6 +340,34 @@ def test_a_source_that_changes_meanwhile_is_an_error(tmp_path):
     assert os.listdir(tmp_path) == ["in"]
 
 
+def test_a_file_by_the_name_of_anything_of_ours_travels_too(tmp_path):
+    source = write_checkpoint(tmp_path / "in", FUSED, config={})
+    for name in ("journal.jsonl", "autotp.txt", "rank-0-of-2.json"):
+        (source / name).write_text(name)
+    convert(source, tmp_path / "out", plan=FUSED_PLAN, tp=2, check="shapes")
+    merge(tmp_path / "out", tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(source)
+
+
+def test_some_ranks_alone_write_the_same_manifest_and_the_same_shards(tmp_path):
+    source = write_checkpoint(tmp_path / "in", FUSED, config={}, files=3)
+    options = {"plan": FUSED_PLAN, "tp": 2, "check": "shapes"}
+    convert(source, tmp_path / "all", **options)
+    first = convert(source, tmp_path / "first", ranks=[0], **options)
+    convert(source, tmp_path / "second", ranks=[1, 1], **options)
+    everything = tree(tmp_path / "all")
+    parts = tree(tmp_path / "first"), tree(tmp_path / "second")
+    assert parts[0]["autotp.json"] == parts[1]["autotp.json"]
+    assert parts[0] | parts[1] == everything and set(parts[0]) & set(parts[1]) == {"autotp.json"}
+    assert dict(first.files) == {n: len(d) for n, d in parts[0].items() if n != "autotp.json"}
+    message = refusal(CheckpointError, merge, tmp_path / "first", tmp_path / "back")
+    assert message == f"{tmp_path / 'first'}: 1 of 2 rank folders are missing: rank-1-of-2"
+    message = refusal(UsageError, convert, source, tmp_path / "x", ranks=[2], **options)
+    assert message == "ranks are from 0 to 1 for tp=2, not [2]"
+    message = refusal(UsageError, convert, source, tmp_path / "x", ranks=[], **options)
+    assert message == "ranks are from 0 to 1 for tp=2, not []"
+
+
 def test_a_plan_object_and_a_file_do_the_same(tmp_path):
     source = write_checkpoint(tmp_path / "in", FUSED)
     plan = Plan(rules=FUSED_PLAN)

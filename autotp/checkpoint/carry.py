@@ -21,7 +21,7 @@ from autotp.checkpoint.output import Output
 from autotp.checkpoint.read import CHUNK, Differs, Memory, Part, Source, open_to_read, read_exactly
 from autotp.checkpoint.staging import Staging
 from autotp.checkpoint.supply import Supply
-from autotp.checkpoint.write import Buffers, Gathers, create, stream, write_exactly
+from autotp.checkpoint.write import UNWRITTEN, Buffers, Gathers, create, stream, write_exactly
 from autotp.checkpoint.written import Progress, size_of
 from autotp.diagnostic import CheckpointError
 from autotp.header import Header
@@ -48,10 +48,17 @@ def carry(
     total = sum(file.size for file in manifest.files)
     done, buffers, digests = 0, Buffers(), dict[str, Digests]()
     plain = replace(manifest, digests={}, companions={}).dumps()
-    description = {"job": job, "autotp": __version__, "manifest": digest_of(plain.encode(), "xxh3")}
+    ranks = [output.rank for output in outputs if output.written]
+    description = {
+        "job": job,
+        "ranks": ranks,
+        "autotp": __version__,
+        "manifest": digest_of(plain.encode(), "xxh3"),
+    }
     with Staging(target, {**description, "source": supply.identity()}) as staging:
         placed = [replace(output, home=staging.path / output.home) for output in outputs]
-        for output in placed:
+        there = [output for output in placed if output.written]
+        for output in there:
             output.home.mkdir(exist_ok=True)
         for file in manifest.files:
             name = file.path.name
@@ -63,7 +70,7 @@ def carry(
                     progress(done, total, name)
 
             headers = [output.header(file) for output in placed]
-            found = _finished(staging.finished.get(name), manifest, file, headers, buffers)
+            found = _finished(staging.finished.get(name), manifest, file, placed, headers, buffers)
             if found is None:
                 tell(len(file.raw))
                 found = _carry_file(supply, manifest.digest, file, placed, headers, buffers, tell)
@@ -76,8 +83,8 @@ def carry(
                 supply.check_digests(file, found)
                 tell(file.size)
             digests |= found
-        companions = _carry_companions(supply, manifest, placed, buffers)
-        for output in placed:
+        companions = _carry_companions(supply, manifest, there, buffers)
+        for output in there:
             if manifest.index is not None:
                 headers = [output.header(file) for file in manifest.files]
                 _write_small(output.home / INDEX, output.index(headers, manifest.index))
@@ -111,7 +118,10 @@ def _carry_file(
     with ExitStack() as stack:
         source_of = supply.open(file, stack)
         fds = []
-        for header in headers:
+        for output, header in zip(outputs, headers, strict=True):
+            if not output.written:
+                fds.append(UNWRITTEN)
+                continue
             fds.append(create(header.path, header.raw, header.size))
             stack.callback(os.close, fds[-1])
         for name, entry in file.tensors.items():
@@ -142,6 +152,7 @@ def _finished(
     record: Mapping[str, Sequence[str]] | None,
     manifest: Manifest,
     file: Header,
+    outputs: Sequence[Output],
     headers: Sequence[Header],
     buffers: Buffers,
 ) -> dict[str, Digests] | None:
@@ -153,6 +164,8 @@ def _finished(
         return None
     found = {name: Digests(values[0], tuple(values[1:])) for name, values in record.items()}
     for rank, header in enumerate(headers):
+        if not outputs[rank].written:
+            continue
         try:
             fd = open_to_read(header.path)
         except CheckpointError:

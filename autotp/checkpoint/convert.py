@@ -6,7 +6,7 @@ config.json describes; only then the first byte is written. What the folder look
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import choose_plan, decide_layouts
 from autotp.checkpoint.manifest import Manifest
-from autotp.checkpoint.output import Output, rank_folder
+from autotp.checkpoint.output import rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 from autotp.diagnostic import CheckpointError
@@ -35,6 +35,7 @@ def convert(
     tp: int,
     check: Literal["layouts", "shapes"] = "layouts",
     digest: Literal["xxh3", "sha256", "none"] = "xxh3",
+    ranks: Sequence[int] | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Written:
@@ -49,6 +50,7 @@ def convert(
     - `check`: "layouts" proves the plan on the model that config.json describes (this imports torch);
       "shapes" matches names and shapes alone, and the manifest says `proof: none`
     - `digest`: of the bytes of each tensor, which `merge` verifies
+    - `ranks`: only these are written (a machine needs the folders of its own ranks); the manifest tells all
     - `progress`: called with (bytes done, bytes in all, file name)
     - `dry_run`: everything but the writing
 
@@ -81,7 +83,7 @@ def convert(
         index=folder.index,
         config=folder.config,
     )
-    outputs = [Output(rank_folder(Path(), rank, tp), manifest.layouts, rank) for rank in range(tp)]
+    outputs = rank_outputs(layouts, tp, ranks)
     check_target(target)
     supply = other or Whole(folder, describe_tensors(entries, folder.config).aliases)
     files = files_of(folder.files, folder.index, supply.companions(), outputs)

@@ -168,7 +168,8 @@ def _tensors(
 def _is_relative_name(name: str) -> bool:
     """Whether a name is one of a file in the folder or its sub-folders, and none of autotp's own."""
     path = PurePosixPath(name)
-    plain = all(is_plain_name(part) for part in name.split("/")) and str(path) == name
+    parts = name.split("/")
+    plain = all(is_plain_name(part) and part[0] != "." for part in parts) and str(path) == name
     return plain and name not in (MANIFEST, INDEX) and not name.endswith(".safetensors")
 
 

@@ -7,11 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autotp.diagnostic import UsageError
 from autotp.header import Entry, Header, encode_header
 from autotp.placement import Shard
 from autotp.slicing import Rows, rows
 
-__all__ = ["Output", "rank_folder"]
+__all__ = ["Output", "rank_folder", "rank_outputs"]
+
+
+def rank_outputs(layouts: Mapping[str, Shard], tp: int, ranks: Sequence[int] | None) -> list[Output]:
+    """The outputs of all ranks, of which only `ranks` are written; None is all of them.
+
+    Raises UsageError for ranks that there are not.
+    """
+    chosen = range(tp) if ranks is None else ranks
+    if not chosen or not all(rank in range(tp) for rank in chosen):
+        raise UsageError(f"ranks are from 0 to {tp - 1} for tp={tp}, not {list(chosen)}")
+    return [Output(rank_folder(Path(), rank, tp), layouts, rank, rank in chosen) for rank in range(tp)]
 
 
 def rank_folder(folder: Path, rank: int, tp: int) -> Path:
@@ -21,11 +33,15 @@ def rank_folder(folder: Path, rank: int, tp: int) -> Path:
 
 @dataclass(frozen=True)
 class Output:
-    """One folder to write: one rank's parts, or (`rank` None) every tensor whole, as in the source."""
+    """One folder to write: one rank's parts, or (`rank` None) every tensor whole, as in the source.
+
+    One that is not `written` is only computed, for the digests that belong in every manifest.
+    """
 
     home: Path
     layouts: Mapping[str, Shard]
     rank: int | None
+    written: bool = True
 
     def rows(self, entry: Entry) -> Rows:
         """What of a tensor belongs here."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from autotp.checkpoint.layouts import decide_layouts
 from autotp.checkpoint.manifest import load_manifest
-from autotp.checkpoint.output import Output, rank_folder
+from autotp.checkpoint.output import rank_folder, rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 
@@ -21,14 +22,16 @@ def reshard(
     *,
     tp: int,
     check: Literal["layouts", "shapes"] = "layouts",
+    ranks: Sequence[int] | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Written:
     """Write the converted folder `source` again for `tp` ranks, as `convert` of the original would.
 
     The plan is the folder's own, matched and (unless `check` is "shapes") proven for the new number of
-    ranks. Every byte is read once, checked against the manifest's digests, and written once. `target`
-    appears whole or not at all. Raises what `convert` and `merge` raise.
+    ranks, of which `ranks` are written, all by default. Every byte is read once, checked against the
+    manifest's digests, and written once. `target` appears whole or not at all. Raises what `convert` and
+    `merge` raise.
 
         autotp.reshard("out-tp8", "out-tp4", tp=4)
     """
@@ -43,7 +46,7 @@ def reshard(
     layouts = decide_layouts(home, entries, manifest.config, manifest.plan, tp, check)
     proof: Literal["layouts", "none"] = "layouts" if check == "layouts" else "none"
     again = replace(manifest, tp=tp, layouts=layouts, proof=proof)
-    outputs = [Output(rank_folder(Path(), rank, tp), layouts, rank) for rank in range(tp)]
+    outputs = rank_outputs(layouts, tp, ranks)
     check_target(target)
     files = files_of(manifest.files, manifest.index, supply.companions(), outputs)
     written = Written(target, tp, manifest.plan, "", proof, files, free_bytes(target), dry_run)

@@ -21,7 +21,7 @@ from autotp.diagnostic import CheckpointError
 
 __all__ = ["JOURNAL", "Staging", "check_target", "free_bytes"]
 
-JOURNAL = "journal.jsonl"
+JOURNAL = ".autotp-journal.jsonl"  # hidden: no file that travels along has such a name
 
 
 def check_target(target: Path) -> None:

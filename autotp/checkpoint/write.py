@@ -18,7 +18,10 @@ from autotp.checkpoint.digest import Digest
 from autotp.checkpoint.read import CHUNK, Block, Part, spans
 from autotp.diagnostic import CheckpointError
 
-__all__ = ["Buffers", "Gathers", "create", "scatter", "stream", "write_exactly"]
+__all__ = ["UNWRITTEN", "Buffers", "Gathers", "create", "scatter", "stream", "write_exactly"]
+
+
+UNWRITTEN = -1  # the descriptor of a sink whose digest alone is wanted
 
 
 class Buffers:
@@ -83,7 +86,8 @@ def scatter(
                 there[:, place : place + high - low] = here[:, low:high]
             pieces = [(local, start // part.length * part.local)]
         for piece, place in pieces:
-            write_exactly(sink.fd, sink.path, piece, sink.offset + place)
+            if sink.fd != UNWRITTEN:
+                write_exactly(sink.fd, sink.path, piece, sink.offset + place)
             if digests:
                 digests[number].update(piece)
 

@@ -59,7 +59,7 @@ def files_of(
 ) -> tuple[tuple[str, int], ...]:
     """Every file that the outputs will hold, (relative name, bytes), without the manifest."""
     files = []
-    for output in outputs:
+    for output in (output for output in outputs if output.written):
         headers = [output.header(file) for file in sources]
         files += [(str(header.path), header.size) for header in headers]
         if index is not None:
