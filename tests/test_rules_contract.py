@@ -25,7 +25,9 @@ def einsum(equation: str, *shapes: tuple[int, ...], few: int = 4, takes: Takes =
 
 
 CASES = {
-    "linear": of(F.linear, (2, 5, 6), (9, 6), takes=((cut(2, 6), cut(1, 6)), (REPLICATE, cut(0, 9)), *SUM)),
+    "linear": of(
+        F.linear, (2, 5, 6), (9, 6), few=5, takes=((cut(2, 6), cut(1, 6)), (REPLICATE, cut(0, 9)), *SUM)
+    ),
     "linear with bias": of(
         F.linear,
         (2, 6),

@@ -109,7 +109,7 @@ def _plain(name: str) -> Case | None:
             continue
         if name in ("floor_divide", "heaviside"):  # without a derivative
             return Case(lambda *x: op(*(t.detach() for t in x)), inputs, few=3)
-        return Case(lambda *x: op(*x), inputs, few=4 if len(inputs) == 1 else 3)
+        return Case(lambda *x: op(*x), inputs, few=4 if len(inputs) == 1 else 3, tps=(3,))
     return None
 
 
