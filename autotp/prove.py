@@ -1,20 +1,20 @@
 """Prove a matched plan on the traced graph: every mode, every rank, before anything is touched.
 
-    matches ──► for each mode: record ──► propagate ──► dual trace of each distinct rank ──► Proof
+    matches ──► traces of every mode ──► propagate ──► dual trace of each distinct rank ──► Proof
 
-A trace proves one path, so each mode that a model has is traced: inference (no gradients), eval (with
-gradients) and train.
+A trace proves one path, so each mode that a model has is traced (`trace.modes`). Layers of one kind are
+traced once, and what is decided about one holds for all of its kind.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
-from autotp.diagnostic import Diagnostic
+from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import Shard
@@ -23,17 +23,12 @@ from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Finding, Propagation, draws, propagate
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
+from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
-from autotp.trace.recorder import Trace, TraceError, record
+from autotp.trace.kinds import Shortened
+from autotp.trace.modes import Captured, Mode, captured
 
-__all__ = ["MODES", "Proof", "prove"]
-
-# name -> (gradients are recorded, module.training)
-MODES: dict[str, tuple[bool, bool]] = {
-    "eval": (True, False),
-    "train": (True, True),
-    "inference": (False, False),
-}
+__all__ = ["Proof", "prove"]
 
 ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for what was seen
 
@@ -65,7 +60,13 @@ def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Sa
 
     Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
-    return _Prover(module, matches, inventory, samples).run()
+    prover = _Prover(module, matches, inventory, samples)
+    # Layers that the plan treats differently are of different kinds.
+    marks = {path: (placed.pattern, placed.rule) for path, placed in matches.placed.items()}
+    with captured(module, samples, marks) as (found, short):
+        prover.run(found)
+    prover.spread(inventory, short)
+    return prover.proof
 
 
 class _Prover:
@@ -81,44 +82,56 @@ class _Prover:
         self.reached: set[str] = set()
         self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
 
-    def run(self) -> Proof:
-        traces: dict[str, Trace] = {}
-        for mode, (grad, training) in MODES.items():
-            with _training(self.module, training):
-                try:
-                    traces[mode] = record(self.module, self.samples.args, self.samples.kwargs, grad=grad)
-                except TraceError as error:
-                    warning = mode != next(iter(MODES))
-                    self.proof.diagnostics.append(_untraceable(error, mode, self.samples, warning=warning))
-                    if not warning:
-                        return self.proof
-        propagated = self._propagated(traces)
-        for mode, whole in propagated.items():
+    def run(self, found: Captured) -> None:
+        """Prove every mode that was traced."""
+        proof = self.proof
+        for mode, error in found.failed:
+            proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
+        propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
+        for mode, _ in found.traces:
+            whole = propagated.get(mode.name)
+            if whole is None:
+                continue
             if not whole.findings and whole.cuts:
-                with _training(self.module, MODES[mode][1]):
-                    whole.findings += self._ranks(whole, MODES[mode][0])
+                whole.findings += self._ranks(whole, mode)
             if whole.findings:
-                self.proof.diagnostics += diagnose(whole)
-                return self.proof
-            self._keep(mode, whole)
-        self.proof.diagnostics += _unreached(self.matches, self.reached)
-        self.proof.shared = self._shared()
-        return self.proof
+                proof.diagnostics += diagnose(whole)
+                return
+            self._keep(mode.name, whole)
+        proof.modes += found.covered
 
-    def _shared(self) -> tuple[tuple[str, ...], ...]:
-        """The column layers that read the same values in every mode, where there is more than one."""
-        groups: dict[tuple[tuple[str, tuple[str, ...]], ...], list[str]] = {}
-        for path, inputs in self.inputs.items():
-            groups.setdefault(tuple(sorted(inputs.items())), []).append(path)
-        return tuple(tuple(paths) for paths in groups.values() if len(paths) > 1)
+    def spread(self, inventory: Inventory, short: Shortened) -> None:
+        """What was decided about a layer holds for every layer of its kind, traced or not."""
+        proof = self.proof
+
+        def all_like(decided: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+            known = set(decided)
+            return {name: short.twin(name) for name in names if short.twin(name) in known}
+
+        tensors, paths = list(self.shapes), inventory.paths
+        proof.cuts = {n: proof.cuts[short.twin(n)] for n in proof.cuts}
+        proof.reads = {n: replace(proof.reads[t], name=n) for n, t in all_like(proof.reads, tensors).items()}
+        proof.regions = {
+            p: replace(proof.regions[t], path=p) for p, t in all_like(proof.regions, paths).items()
+        }
+        proof.calls = {p: proof.calls[t] for p, t in all_like(proof.calls, paths).items()}
+        proof.copied, proof.random = set(all_like(proof.copied, paths)), set(all_like(proof.random, paths))
+        inputs: dict[tuple[Any, ...], list[str]] = {}
+        for path, twin in all_like(self.inputs, paths).items():
+            layer = next((e for e in short.twins if path == e or path.startswith(f"{e}.")), "")
+            inputs.setdefault((layer, *sorted(self.inputs[twin].items())), []).append(path)
+        proof.shared = tuple(tuple(readers) for readers in inputs.values() if len(readers) > 1)
+        if not errors(proof.diagnostics):
+            proof.diagnostics += _unreached(self.matches, set(all_like(self.reached, paths)))
 
     def _propagated(self, traces: Mapping[str, Trace]) -> dict[str, Propagation]:
         """Every mode's layouts, with the same cuts and reads in all of them."""
+        whole: Propagation | None = None
         for _ in range(ROUNDS):
             before = self._settled()
             found: dict[str, Propagation] = {}
             for mode, trace in traces.items():
-                whole = propagate(
+                found[mode] = whole = propagate(
                     trace,
                     self.matches,
                     self.proof.cuts,
@@ -128,12 +141,12 @@ class _Prover:
                     regions=self.proof.regions,
                 )
                 _random(whole)
-                found[mode] = whole
                 if whole.findings:
                     return {mode: whole}
                 self.proof.cuts, self.proof.reads, self.proof.regions = whole.cuts, whole.reads, whole.regions
             if self._settled() == before:
                 return found
+        assert whole is not None
         changing = next(n for n, cut in self.proof.cuts.items() if before[0][n] != cut)
         message = f"{changing} would have to be cut differently in two modes of the model"
         whole.findings.append(dual.finding_at(whole, changing, "AT307", message))
@@ -153,14 +166,14 @@ class _Prover:
         proof.random |= whole.random
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
-    def _ranks(self, whole: Propagation, grad: bool) -> list[Finding]:
+    def _ranks(self, whole: Propagation, mode: Mode) -> list[Finding]:
+        """The first finding of a rank's own trace in this mode."""
         placed = {p.path: p for p in self.matches.placed.values() if p.target == "module"}
         for rank in dual.distinct_ranks(self.shapes, whole.cuts, self.matches.tp):
             try:
                 local = dual.trace_rank(
-                    self.module, self.samples.args, self.samples.kwargs, grad=grad, shapes=self.shapes,
-                    cuts=whole.cuts, reads=whole.reads, placed=placed, aliases=self.first, rank=rank,
-                )  # fmt: skip
+                    self.module, mode, whole, shapes=self.shapes, placed=placed, aliases=self.first, rank=rank
+                )
             except TraceError as error:
                 return [dual.failed(whole, error, rank)]
             found = dual.compare(whole, local, rank)
@@ -227,15 +240,3 @@ def _spoken(samples: Samples) -> str:
 
     named = [one(a) for a in samples.args] + [f"{k}={one(v)}" for k, v in samples.kwargs.items()]
     return ", ".join(named)
-
-
-@contextlib.contextmanager
-def _training(module: nn.Module, training: bool) -> Iterator[None]:
-    """Set train or eval mode, and put every module's own flag back."""
-    flags = [(m, m.training) for m in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for owner, flag in flags:
-            owner.training = flag

@@ -10,6 +10,7 @@ from torch import nn
 
 import autotp
 from autotp import mappings
+from autotp.nn import linear
 from tests import models
 
 PLAN = {"fc1": "column", "fc2": "row"}
@@ -82,6 +83,8 @@ def test_own_weights_and_own_dtype():
 )
 def test_a_mapping_that_does_nothing_is_found(monkeypatch, mapping, what):
     monkeypatch.setattr(mappings, mapping, lambda x, group=None: x)
+    if mapping == "copy":
+        monkeypatch.setattr(linear, "copied_linear", lambda x, w, b, group: nn.functional.linear(x, w, b))
     result = autotp.verify(models.MLP(), PLAN, tp=2)
     assert not result.ok and str(result).startswith("WRONG: ")
     wrong, right = result.max_output_diff, result.max_grad_diff

@@ -20,8 +20,8 @@ from autotp.placement import Shard
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
-from autotp.propagate.reads import Read
-from autotp.trace.recorder import Trace, TraceError, Val, record
+from autotp.trace.graph import Trace, TraceError, Val
+from autotp.trace.modes import Mode
 
 __all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
 
@@ -39,18 +39,16 @@ def distinct_ranks(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Sha
 
 def trace_rank(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    mode: Mode,
+    whole: Propagation,
     *,
-    grad: bool,
     shapes: Mapping[str, tuple[int, ...]],
-    cuts: Mapping[str, Shard],
-    reads: Mapping[str, Read],
     placed: Mapping[str, Placed],
     aliases: Mapping[str, str],
     rank: int,
 ) -> Trace:
-    """Record the module as `rank` runs it; layers that gather or split do so at their border."""
+    """The module as `rank` runs it in `mode`; layers that gather or split do so at their border."""
+    cuts, reads = whole.cuts, whole.reads
 
     def weight_cut(layer: Placed) -> Shard:
         return next(cuts[aliases.get(n, n)] for n in layer.layouts if n.rpartition(".")[2] == "weight")
@@ -74,7 +72,7 @@ def trace_rank(
 
     parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
     held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
-    return record(module, args, kwargs, grad=grad, shapes=held, before=before, after=after)
+    return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace)
 
 
 def compare(whole: Propagation, local: Trace, rank: int) -> Finding | None:
