@@ -34,10 +34,10 @@ def test_the_files_are_real_and_take_no_disk(llama):
 
 
 def test_a_dry_run_leaves_torch_out(llama):
-    _, output, torch_imported = dry_run(llama, tp=8)
-    assert not torch_imported
-    assert "names and shapes" in output
-    assert "q_proj" in output and "down_proj" in output
+    run = dry_run(llama, tp=8)
+    assert not run.torch
+    assert "names and shapes" in run.output
+    assert "q_proj" in run.output and "down_proj" in run.output
 
 
 def test_analyze_of_a_folder_leaves_torch_out(llama):
