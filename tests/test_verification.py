@@ -10,7 +10,7 @@ from torch import nn
 
 import autotp
 from autotp import mappings
-from autotp.nn import linear
+from autotp.nn import ColumnParallelLinear, RowParallelLinear
 from tests import models
 
 PLAN = {"fc1": "column", "fc2": "row"}
@@ -78,13 +78,21 @@ def test_own_weights_and_own_dtype():
         autotp.verify(model, PLAN, tp=2, weights="mine")
 
 
+def _uncopied(self, x):
+    return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _unreduced(self, x):
+    return nn.functional.linear(x, self.weight) + self.bias
+
+
 @pytest.mark.parametrize(
-    ("mapping", "what"), [("copy", "gradient"), ("reduce", "output")], ids=["no copy", "no reduce"]
+    ("layer", "forward", "what"),
+    [(ColumnParallelLinear, _uncopied, "gradient"), (RowParallelLinear, _unreduced, "output")],
+    ids=["no copy", "no reduce"],
 )
-def test_a_mapping_that_does_nothing_is_found(monkeypatch, mapping, what):
-    monkeypatch.setattr(mappings, mapping, lambda x, group=None: x)
-    if mapping == "copy":
-        monkeypatch.setattr(linear, "copied_linear", lambda x, w, b, group: nn.functional.linear(x, w, b))
+def test_a_mapping_that_is_missing_is_found(monkeypatch, layer, forward, what):
+    monkeypatch.setattr(layer, "forward", forward)
     result = autotp.verify(models.MLP(), PLAN, tp=2)
     assert not result.ok and str(result).startswith("WRONG: ")
     wrong, right = result.max_output_diff, result.max_grad_diff
@@ -94,8 +102,6 @@ def test_a_mapping_that_does_nothing_is_found(monkeypatch, mapping, what):
 
 
 def test_a_bias_that_is_added_on_every_rank_is_found(monkeypatch):
-    from autotp.nn import RowParallelLinear
-
     def forward(self, x):
         return mappings.reduce(nn.functional.linear(x, self.weight, self.bias), self.group)
 
