@@ -66,7 +66,7 @@ def used(model, samples, names=("input_ids", "decoder_input_ids")):
     return {n for k, v in samples.kwargs.items() if k in names for n in v.shape}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", [0, 1])
 def test_sizes_say_where_they_come_from(name, pair):
     model = architectures.build(name)

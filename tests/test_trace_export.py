@@ -49,7 +49,16 @@ def told(trace, gradients=True):
             shapes = [(v.shape, v.grad and gradients) for v in vals if v is not None]
             grads = grads if gradients else []
             lines.append((str(node.target), node.meta["module"], node.meta["call"], shapes, inputs, grads))
-    return lines, [(o.name, ids[o.node]) for o in trace.outputs]
+    borders = [
+        {
+            path: [[(name, ids[n]) for name, n in call] for call in calls]
+            for path, calls in table.items()
+            if any(calls)
+        }
+        for table in (trace.entered, trace.left)
+    ]
+    stacks = [n.meta["stack"] for n in trace.ops() if not str(n.target).startswith(SILENT)]
+    return lines, [(o.name, ids[o.node]) for o in trace.outputs], borders, stacks
 
 
 def same(model, args=(), kwargs=None, **options):
@@ -60,7 +69,7 @@ def same(model, args=(), kwargs=None, **options):
     gradients = not any(n.meta["custom"] for n in ours.ops())
     for one, other in zip(told(ours, gradients)[0], told(theirs, gradients)[0], strict=True):
         assert one == other
-    assert told(ours)[1] == told(theirs)[1]
+    assert told(ours)[1:] == told(theirs)[1:]
     assert ours.calls == theirs.calls
     return ours, theirs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import operator
 import re
 import threading
@@ -41,6 +42,17 @@ def _stand_in(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
 @_stand_in.register_fake
 def _(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
     return value.new_empty(shape)
+
+
+@torch.library.custom_op("autotp::note", mutates_args=())
+def _note(value: torch.Tensor, where: str) -> torch.Tensor:
+    """Says that a value goes into or comes out of a module; it is taken out of the trace."""
+    return value.new_empty(0)
+
+
+@_note.register_fake
+def _(value: torch.Tensor, where: str) -> torch.Tensor:
+    return value.new_empty(0)
 
 
 def export(
@@ -141,13 +153,15 @@ class _Watch:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not path:
                 self.calls.clear()
-            self.calls[path] = self.calls.get(path, 0) + 1
+            self.calls[path] = call = self.calls.get(path, 0) + 1
+            _border(path, call - 1, "entered", (args, kwargs))
             try:
                 if before is not None:
                     args = tuple(_replaced(a, b) for a, b in _aside(before, path, args))
                 out = inner(*args, **kwargs)
                 if after is not None:
                     out = _replaced(*next(iter(_aside(after, path, out))))
+                _border(path, call - 1, "left", out)
                 if not path:
                     found = list(tensors_in(out))
                     self.outputs = [(name, cached) for name, _, cached in found]
@@ -159,6 +173,11 @@ class _Watch:
                 raise
 
         return forward
+
+
+def _border(path: str, call: int, kind: str, value: Any) -> None:
+    for name, tensor, _ in tensors_in(value):
+        torch.ops.autotp.note(tensor, json.dumps([kind, path, call, name]))
 
 
 def _aside(boundary: Boundary, path: str, value: Any) -> Iterator[tuple[Any, Any]]:
@@ -282,6 +301,9 @@ class _Converted:
             return self._inner(old, args, grad=grad)
         if old.target is torch.ops.autotp.stand_in.default:
             return args[0]
+        if old.target is torch.ops.autotp.note.default:
+            assert isinstance(args[0], fx.Node)
+            return self._crossed(args[0], *json.loads(str(args[1])))
         node = self.trace.graph.create_node("call_function", old.target, args, kwargs)
         inputs = node.all_input_nodes
         mutated = _mutated(node)
@@ -289,9 +311,16 @@ class _Converted:
         needs = {n for n in inputs if n in self._needs} if grad else set()
         flows = bool(needs) and (schema is None or not _NO_GRADIENT.match(schema.name))
         value = old.meta.get("val")
-        path, call = _module(old)
+        stack = _stack(old)
+        path, call = stack[-1]
         node.meta.update(
-            module=path, call=call, source=_source(old), custom=None, grads=needs, mutates=mutated
+            module=path,
+            call=call,
+            stack=stack,
+            source=_source(old),
+            custom=None,
+            grads=needs,
+            mutates=mutated,
         )
         if isinstance(value, (list, tuple)):
             node.meta["val"] = [_val(v, grad=flows) if isinstance(v, torch.Tensor) else None for v in value]
@@ -307,13 +336,18 @@ class _Converted:
         val = node.meta["val"]
         return self._noted(node, flows and (isinstance(val, list) or (val is not None and val.grad)))
 
+    def _crossed(self, node: fx.Node, kind: str, path: str, call: int, name: str) -> None:
+        calls = (self.trace.entered if kind == "entered" else self.trace.left).setdefault(path, [])
+        calls += [[] for _ in range(call + 1 - len(calls))]
+        calls[call].append((name, node))
+
     def _inner(self, old: fx.Node, args: tuple[Any, ...], *, grad: bool) -> Any:
         """The graph of a region: `torch.no_grad`, `torch.enable_grad`, autocast."""
         name = str(old.target)
         position = next((i for i, a in enumerate(args) if isinstance(a, fx.GraphModule)), None)
         if position is None or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             raise TraceError(
-                f"torch.export gives an operator that is not an op: {name}", _module(old)[0], _source(old)
+                f"torch.export gives an operator that is not an op: {name}", _stack(old)[-1][0], _source(old)
             )
         if name == "wrap_with_set_grad_enabled":
             grad = grad and bool(args[0])
@@ -338,14 +372,13 @@ def _mutated(node: fx.Node) -> list[fx.Node]:
     return [n for n in found if isinstance(n, fx.Node)]
 
 
-def _module(node: fx.Node) -> tuple[str, int]:
-    """The innermost module of a node and its call index."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return "", 0
-    key, (path, _) = list(stack.items())[-1]
-    called = _CALLED.search(key)
-    return _CALLED.sub("", path), int(called[1]) if called else 0
+def _stack(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """The modules around a node, the innermost last, each with its call index."""
+    found = [("", 0)]
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        called = _CALLED.search(key)
+        found.append((_CALLED.sub("", path), int(called[1]) if called else 0))
+    return tuple(found)
 
 
 def _source(node: fx.Node) -> Any:

@@ -159,6 +159,13 @@ class _Inputs:
         )
         return self._floats(self.sizes.batch, 8 * self.sizes.sequence, width) if width else None
 
+    def sound(self) -> torch.Tensor:
+        """A wave, or a spectrogram where the config has its bins."""
+        bins, frames = (getattr(self.config, n, None) for n in ("num_mel_bins", "max_length"))
+        if isinstance(bins, int) and isinstance(frames, int):
+            return self._floats(self.sizes.batch, frames, bins)
+        return self._floats(self.sizes.batch, 1601)
+
     def embeddings(self) -> torch.Tensor | None:
         width = getattr(self.text, "hidden_size", None)
         return self._floats(self.sizes.batch, self.sizes.sequence, width) if width else None
@@ -170,6 +177,6 @@ _MAKERS: dict[str, Callable[[_Inputs], torch.Tensor | None]] = {
     "attention_mask": _Inputs.mask,
     "pixel_values": _Inputs.pixels,
     "input_features": _Inputs.features,
-    "input_values": lambda made: made._floats(made.sizes.batch, 1601),
+    "input_values": _Inputs.sound,
     "inputs_embeds": _Inputs.embeddings,
 }

@@ -8,6 +8,7 @@ candidates come from the layers: an embedding takes ids, a linear layer its feat
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ __all__ = ["found"]
 
 _ROUNDS = 3
 _TRIES = 400
+_SECONDS = 20.0  # of the processor
+_OPTIONAL = 3  # arguments with a default of None that are given all the same
 _DONE = 1 << 30
 
 
@@ -48,14 +51,14 @@ def found(module: nn.Module, *, pair: int = 0) -> Samples:
     sizes = Sizes.of(module, pair=pair)
     search = _Search(module, list(_candidates(module, sizes)), pair)
     best: tuple[int, Samples, TraceError | None] = (-1, Samples((), {}, "found"), None)
-    for extra in range(len(optional) + 1):
+    for extra in range(min(len(optional), _OPTIONAL) + 1):
         result = search.run([*required, *optional[:extra]])
         if result[2] is None:
             return replace(result[1], also=search.longer(sizes.sequence))
         best = max(best, result, key=lambda r: r[0])
-        if search.tries > _TRIES:
+        if search.ended:
             break
-    wanted = ", ".join(p.name for p in required or optional) or "none"
+    wanted = ", ".join(p.name for p in required or optional[:_OPTIONAL]) or "none"
     first = next(iter(required or optional), None)
     raise UsageError(
         f"{name}: autotp cannot tell what forward({wanted}) takes. Pass sample inputs: "
@@ -76,8 +79,14 @@ class _Search:
         on_meta = floats is None or floats.is_meta
         self.device = torch.device("cpu") if on_meta or floats is None else floats.device
         self.seed = pair
+        self.begun = time.process_time()
         self.parameters: list[inspect.Parameter] = []
         self.chosen: dict[str, _Candidate] = {}
+
+    @property
+    def ended(self) -> bool:
+        """The search takes no longer than this."""
+        return self.tries > _TRIES or time.process_time() - self.begun > _SECONDS
 
     def run(self, parameters: list[inspect.Parameter]) -> tuple[int, Samples, TraceError | None]:
         """How far the forward gets with the best choice, that choice, and what stops it."""
@@ -88,7 +97,7 @@ class _Search:
             before = best
             for name in names:
                 for candidate in self.candidates:
-                    if best == _DONE or self.tries > _TRIES:
+                    if best == _DONE or self.ended:
                         break
                     tried = {**chosen, name: candidate}
                     far, failed = self._far(parameters, tried)
