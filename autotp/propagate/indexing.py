@@ -84,9 +84,13 @@ def _written(call: Call, value: Value, rows: Value, dim: int) -> Layout:
 
 
 def _other_cut(call: Call, rows: Value, value: Value) -> Conflict:
+    whole = rows if rows.whole else value if value.whole else None
+    other = value if whole is rows else rows
     return Conflict(
-        "AT307",
-        f"{call.name} writes {rows.name} into {value.name}, which is cut differently over the ranks",
+        "AT307" if whole is None else "AT306",
+        f"{call.name} writes {rows.name} into {value.name}, and they are cut differently over the ranks"
+        if whole is None
+        else f"{call.name} writes {rows.name} into {value.name}: {whole.name} is whole, {other.name} is sharded",
         blame=tuple(v for v in (rows, value) if not v.whole),
         notes=(f"{value}", f"{rows}"),
     )
