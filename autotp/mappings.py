@@ -16,7 +16,8 @@ And one for the parameters of heads that several ranks hold:
 
 After Megatron-LM's f and g (https://arxiv.org/abs/1909.08053) and its sequence-parallel pair
 (https://arxiv.org/abs/2205.05198). Backward is the same function with the two kernels swapped, so it can
-be differentiated again. Nothing is written in place, and a group of one returns its input untouched.
+be differentiated again. Nothing is written in place (but by `reduce_`, which says so), and a group of one
+returns its input untouched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.comm import Group, group_of
+from autotp.comm import Group, group_of, sum_into
 from autotp.comm.group import contiguous_copy
 from autotp.cut import Cut, local_cut, whole_cut
 from autotp.placement import Shard
@@ -43,6 +44,7 @@ __all__ = [
     "gather",
     "owned",
     "reduce",
+    "reduce_",
     "reduce_scatter",
     "scatter",
     "share",
@@ -234,6 +236,39 @@ def reduce(x: Tensor, group: Mesh = None) -> Tensor:
     """The sum of the ranks' `x`, the same on every rank. The gradient is passed on unchanged."""
     group = group_of(group)
     return x if group.size == 1 else _apply("reduce", x, group, None)
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    """`reduce`, written into its input."""
+
+    @staticmethod
+    def forward(x: Tensor, group: Group) -> Tensor:
+        return sum_into(x, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[1]
+        ctx.mark_dirty(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return copy(dy, ctx.group), None
+
+
+def reduce_(x: Tensor, group: Mesh = None) -> Tensor:
+    """As `reduce`, written into `x`, a tensor that nothing else reads: the fresh output of a linear.
+
+    Saves the copy that `reduce` makes. Compiled code makes its own choice, and here is `reduce` itself.
+    """
+    group = group_of(group)
+    if group.size == 1:
+        return x
+    if not x.is_contiguous() or torch.compiler.is_compiling():
+        return reduce(x, group)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return sum_into(x, group)
+    y: Tensor = _ReduceInPlace.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
 
 
 def share(x: Tensor, group: Mesh = None) -> Tensor:

@@ -267,6 +267,28 @@ def test_leaves_strides_and_dtypes(run) -> None:
         assert rest == [True] * 4
 
 
+def in_place(group: Group) -> list[Any]:
+    x = randn(group.rank, 3, 4).requires_grad_()
+    fresh = x * 2
+    y = mappings.reduce_(fresh, group)
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    plain = mappings.reduce(x * 2, group)
+    (want,) = torch.autograd.grad((plain**3).sum(), x, create_graph=True)
+    (want_second,) = torch.autograd.grad(want.square().sum(), x)
+    alike = [torch.equal(y, plain), torch.equal(first, want), torch.equal(second, want_second)]
+    with torch.no_grad():
+        fresh = x * 2
+        alike.append(mappings.reduce_(fresh, group) is fresh and torch.equal(fresh, plain))
+        turned = (x * 2).t()
+        alike.append(torch.equal(mappings.reduce_(turned, group), plain.t()))
+    return alike
+
+
+def test_reduce_in_place(run) -> None:
+    assert run(in_place) == [[True] * 5] * run.size
+
+
 def test_a_group_of_one_returns_the_input_itself() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     assert mappings.copy_shared(x, shard=Shard(0, deal(2, 1))) is x

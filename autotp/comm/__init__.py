@@ -7,7 +7,16 @@ Everything above this package (mappings, layers, shard, verify) sees only the `G
 """
 
 from autotp.comm.group import Group, GroupOfOne
-from autotp.comm.process_group import ProcessGroupGroup, group_of, within
+from autotp.comm.process_group import ProcessGroupGroup, group_of, sum_into, within
 from autotp.comm.simulated import SimulatedGroup, simulate
 
-__all__ = ["Group", "GroupOfOne", "ProcessGroupGroup", "SimulatedGroup", "group_of", "simulate", "within"]
+__all__ = [
+    "Group",
+    "GroupOfOne",
+    "ProcessGroupGroup",
+    "SimulatedGroup",
+    "group_of",
+    "simulate",
+    "sum_into",
+    "within",
+]

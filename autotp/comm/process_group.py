@@ -14,7 +14,7 @@ from autotp.comm.exchange import Store, exchange_through
 from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, contiguous_copy
 from autotp.diagnostic import UsageError
 
-__all__ = ["ProcessGroupGroup", "group_of", "within"]
+__all__ = ["ProcessGroupGroup", "group_of", "sum_into", "within"]
 
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
@@ -215,3 +215,12 @@ def within(group: Group) -> Group:
     that build different layers. Ranks with another group are then found by the timeout alone.
     """
     return _wrapped(group.process_group, group.members) if isinstance(group, ProcessGroupGroup) else group
+
+
+def sum_into(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, in `x` itself where the group can; `x` is contiguous, and nothing else's."""
+    if isinstance(group, ProcessGroupGroup) and x.dtype not in _reduced_as and x.numel() > 0:
+        dist.all_reduce(x, group=group.process_group)
+        return x
+    total = group.all_reduce(x)
+    return x.copy_(total)

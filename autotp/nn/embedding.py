@@ -194,7 +194,7 @@ class VocabParallelEmbedding(_CutEmbedding):
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
         )  # (..., width), zeros for other ranks' ids
-        return mappings.reduce(rows, self.group) if self.reduce_output else rows
+        return mappings.reduce_(rows, self.group) if self.reduce_output else rows
 
 
 class ParallelEmbedding(_CutEmbedding):

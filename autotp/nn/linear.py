@@ -306,5 +306,5 @@ class RowParallelLinear(_ParallelLinear):
         y = F.linear(x, self.weight)  # (..., in/tp) x (out, in/tp) -> (..., out), partial
         if not self.reduce_output:
             return y if self.bias is None else y + mappings.share(self.bias, self.group).to(y.dtype)
-        y = mappings.reduce(y, self.group)
+        y = mappings.reduce_(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
