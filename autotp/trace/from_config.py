@@ -51,7 +51,7 @@ def _tries(made: _Inputs, main: str) -> Iterator[dict[str, Any]]:
     several = [n for n in _MEDIA if n in names and n not in base and made.several]
     if "input_ids" in names and "input_ids" not in base and made.several:
         several.append("input_ids")
-    for extra in ([], *([n] for n in several), several):
+    for extra in dict.fromkeys(((), *((n,) for n in several), tuple(several))):
         wanted = dict.fromkeys([*base, *extra])
         found = {name: made.tensor(name) for name in wanted}
         if all(value is not None for value in found.values()):
