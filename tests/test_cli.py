@@ -306,6 +306,7 @@ finally:
         ["plan", "LLAMA", "--tp", "8", "--format", "json"],
         ["plan", "LLAMA", "--tp", "8", "--format", "html"],
         ["convert", "LLAMA", "out", "--tp", "8", "--check", "shapes", "--dry-run"],
+        ["verify", "--help"],
     ],
     ids=" ".join,
 )
@@ -333,12 +334,13 @@ def test_python_m_autotp(here):
 
 
 def test_no_shipped_plan_is_a_usage_error(here):
-    write_checkpoint(here / "gpt2", MLP, {"model_type": "gpt2"})
-    assert run("plan", "gpt2", "--tp", 2) == (
+    write_checkpoint(here / "lama", MLP, {"model_type": "lama"})
+    assert run("plan", "lama", "--tp", 2) == (
         2,
         "",
-        "error: no plan is shipped for model_type 'gpt2'\n"
-        "  = help: say --plan with a plan file, or with a shipped one: bert, llama\n",
+        "error: no plan is shipped for model_type 'lama'\n"
+        "  = help: say --plan with a plan file, or with a shipped plan, such as llama: "
+        "`autotp plans` lists them\n",
     )
 
 
@@ -348,7 +350,7 @@ def test_no_config_is_a_usage_error(here):
         2,
         "",
         "error: no model_type is known\n"
-        "  = help: say --plan with a plan file, or with a shipped one: bert, llama\n",
+        "  = help: say --plan with a plan file, or with a shipped plan: `autotp plans` lists them\n",
     )
 
 
@@ -761,16 +763,21 @@ def test_the_schema_is_json():
 
 
 def test_a_plan_that_is_not_shipped():
-    code, out, err = run("plans", "nosuch")
-    assert (code, out) == (2, "")
-    assert err == f"error: no plan 'nosuch' is shipped\n  = help: shipped are {', '.join(shipped_plans())}\n"
+    assert run("plans", "nosuch") == (
+        2,
+        "",
+        "error: no plan 'nosuch' is shipped\n  = help: `autotp plans` lists them\n",
+    )
+    assert run("plans", "lama")[2].endswith("  = help: did you mean llama? `autotp plans` lists them\n")
     assert run("plans", "bert", "--schema")[0] == 2
 
 
 # Terminals, pipes, interrupts
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["check"], ["convert"], ["merge"], ["plans"]])
+@pytest.mark.parametrize(
+    "command", [[], ["plan"], ["check"], ["verify"], ["convert"], ["merge"], ["reshard"], ["plans"]]
+)
 def test_every_help_has_an_example(command):
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")

@@ -1,4 +1,6 @@
-"""The command line: `autotp plan | check | convert | merge | plans`, also as `python -m autotp`.
+"""The command line: `autotp plan | check | verify | convert | merge | reshard | plans`.
+
+`python -m autotp` is the same.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 fine, 1 findings (faults of a plan),
 2 usage, an unreadable file or an impossible tp, 130 interrupted. torch is imported only where a
@@ -12,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from autotp.cli import check, convert, plan, plans
+from autotp.cli import check, convert, plan, plans, verify
 from autotp.cli.console import INTERRUPTED
 
 __all__ = ["app", "main"]
@@ -27,8 +29,10 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("check")(check.command)
+app.command("verify")(verify.command)
 app.command("convert")(convert.convert)
 app.command("merge")(convert.merge)
+app.command("reshard")(convert.reshard)
 app.command("plans")(plans.command)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "INTERRUPTED",
     "USAGE",
     "Format",
+    "Plain",
     "colourful",
     "guarded",
     "report_findings",
@@ -38,6 +39,13 @@ class Format(StrEnum):
     text = "text"
     json = "json"
     html = "html"
+
+
+class Plain(StrEnum):
+    """The forms of what needs no page of its own."""
+
+    text = "text"
+    json = "json"
 
 
 def colourful(stream: TextIO) -> bool:

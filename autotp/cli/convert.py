@@ -1,4 +1,4 @@
-"""`autotp convert` and `autotp merge`: a checkpoint to one folder a rank, and back."""
+"""`autotp convert`, `merge` and `reshard`: a checkpoint to one folder a rank, back, and to other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autotp.cli.progress import progress
 if TYPE_CHECKING:
     from autotp.checkpoint.written import Written
 
-__all__ = ["convert", "merge"]
+__all__ = ["convert", "merge", "reshard"]
 
 
 class Check(StrEnum):
@@ -32,6 +32,10 @@ class Digest(StrEnum):
     none = "none"
 
 
+HowChecked = Annotated[
+    Check, typer.Option("--check", help="Prove the layouts on the model, or check names and shapes alone.")
+]
+Ranks = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")]
 
 
@@ -41,7 +45,7 @@ def convert(
         Path, typer.Argument(metavar="SRC", help="A checkpoint folder, or one .safetensors file.")
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder.")],
-    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)],
+    tp: Ranks,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -51,10 +55,7 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    check: Annotated[
-        Check,
-        typer.Option("--check", help="Prove the layouts on the model, or check names and shapes alone."),
-    ] = Check.layouts,
+    check: HowChecked = Check.layouts,
     digest: Annotated[Digest, typer.Option("--digest", help="Of each tensor's bytes.")] = Digest.xxh3,
     dry_run: DryRun = False,
 ) -> int:
@@ -71,7 +72,6 @@ def convert(
     Exit code: 0 fine, 1 the plan is refused, 2 usage or unreadable files.
     """
     from autotp.checkpoint.convert import convert as run
-    from autotp.report.table import plan_name
 
     with progress("converted") as tell:
         written = run(
@@ -84,8 +84,7 @@ def convert(
             progress=tell,
             dry_run=dry_run,
         )
-    proof = "layouts proven" if written.proof == "layouts" else "layouts not proven: names and shapes only"
-    write(f"{source}: plan {plan_name(written.plan)}, tp {tp}, {proof}\n{_summary(written)}")
+    write(f"{_headline(source, written)}\n{_summary(written)}")
     return FINE
 
 
@@ -111,6 +110,43 @@ def merge(
         written = run(source, target, progress=tell, dry_run=dry_run)
     write(_summary(written))
     return FINE
+
+
+@guarded
+def reshard(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder that `autotp convert` wrote.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder.")],
+    tp: Ranks,
+    check: HowChecked = Check.layouts,
+    dry_run: DryRun = False,
+) -> int:
+    """Write a converted checkpoint again for another number of ranks, in one pass and without a merge.
+
+    The plan is the folder's own, proven for the new number of ranks before the first byte is written.
+    Every byte is checked against the digests that were written.
+
+    \b
+    Examples:
+      autotp reshard ./llama-tp8 ./llama-tp4 --tp 4
+      autotp reshard ./llama-tp8 ./llama-tp2 --tp 2 --dry-run
+
+    Exit code: 0 fine, 1 the plan is refused, 2 usage, or shards that are missing, damaged or unequal.
+    """
+    from autotp.checkpoint.reshard import reshard as run
+
+    with progress("resharded") as tell:
+        written = run(source, target, tp=tp, check=check.value, progress=tell, dry_run=dry_run)
+    write(f"{_headline(source, written, again=True)}\n{_summary(written)}")
+    return FINE
+
+
+def _headline(source: Path, written: Written, *, again: bool = False) -> str:
+    """Source, plan, tp and how much of the plan is proven."""
+    from autotp.report.table import plan_name, written_plan_name
+
+    name = written_plan_name if again else plan_name
+    proof = "layouts proven" if written.proof == "layouts" else "layouts not proven: names and shapes only"
+    return f"{source}: plan {name(written.plan)}, tp {written.tp}, {proof}"
 
 
 def _summary(written: Written) -> str:

@@ -16,7 +16,7 @@ from autotp.diagnostic import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["build"]
+__all__ = ["build", "said"]
 
 HELP = "  = help: a factory takes no arguments and returns an nn.Module, or (module, inputs)"
 
@@ -74,12 +74,13 @@ def _run(target: str, doing: str, function: Callable[..., Any], *args: object) -
         wanted = target.partition(":")[0]
         if args and missing.name and (wanted + ".").startswith(missing.name + "."):
             raise
-        raise UsageError(_said(doing, missing)) from None
+        raise UsageError(said(doing, missing)) from None
     except (Exception, SystemExit) as raised:
-        raise UsageError(_said(doing, raised)) from None
+        raise UsageError(said(doing, raised)) from None
 
 
-def _said(doing: str, raised: BaseException) -> str:
+def said(doing: str, raised: BaseException) -> str:
+    """What the user's code raised, on one line, and the line of that code."""
     first = (str(raised).strip().splitlines() or [""])[0]
     name = type(raised).__name__
     return "\n".join([f"{doing} {name}" + (f": {first}" if first else ""), *_place(raised)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import Annotated
 
@@ -44,5 +45,7 @@ def command(
     elif name in names:
         write((plans_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
     else:
-        raise UsageError(f"no plan {name!r} is shipped\n  = help: shipped are {', '.join(names)}")
+        near = difflib.get_close_matches(name, names, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UsageError(f"no plan {name!r} is shipped\n  = help: {hint}`autotp plans` lists them")
     return FINE

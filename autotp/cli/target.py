@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from autotp.analysis import Analysis
     from autotp.plan import Plan
 
-__all__ = ["TARGET", "analyze_target", "choose_plan"]
+__all__ = ["TARGET", "analyze_target", "choose_plan", "is_factory", "no_target"]
 
 TARGET = "A checkpoint folder, one .safetensors file, a config.json, or package.module:factory."
 
@@ -30,10 +31,20 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
         if Path(target).name == "config.json":
             return _prove_config(target, plan, tp)
         return _prove_checkpoint(target, plan, tp) if prove else _read_headers(target, plan, tp)
-    if _FACTORY.fullmatch(target):
+    if is_factory(target):
         return _prove_factory(target, plan, tp)
+    raise no_target(target)
+
+
+def is_factory(target: str) -> bool:
+    """Whether a target reads as package.module:factory."""
+    return _FACTORY.fullmatch(target) is not None
+
+
+def no_target(target: str) -> UsageError:
+    """The error for a target that is neither a file nor a factory."""
     what = TARGET[0].lower() + TARGET[1:].rstrip(".")
-    raise UsageError(f"{target or repr(target)}: no such file or folder\n  = help: TARGET is {what}")
+    return UsageError(f"{target or repr(target)}: no such file or folder\n  = help: TARGET is {what}")
 
 
 def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> Plan:
@@ -47,8 +58,12 @@ def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> Plan:
     if found is not None:
         return found
     why = f"no plan is shipped for model_type {model_type!r}" if model_type else "no model_type is known"
-    shipped = ", ".join(shipped_plans())
-    raise UsageError(f"{why}\n  = help: say --plan with a plan file, or with a shipped one: {shipped}")
+    near = difflib.get_close_matches(str(model_type), shipped_plans(), n=3)
+    example = f", such as {' or '.join(near)}" if near else ""
+    raise UsageError(
+        f"{why}\n  = help: say --plan with a plan file, or with a shipped plan{example}: "
+        "`autotp plans` lists them"
+    )
 
 
 def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
@@ -82,11 +97,9 @@ def _prove_config(target: str, plan: str | None, tp: int) -> Analysis:
 
 
 def _prove_factory(target: str, plan: str | None, tp: int) -> Analysis:
-    from autotp.cli.factory import build
+    from autotp.cli.model import live_model
 
-    model, inputs = build(target)
+    live = live_model(target, plan)
     from autotp.dry_run import analyze
 
-    config = getattr(model, "config", None)
-    chosen = choose_plan(plan, {"model_type": getattr(config, "model_type", None)})
-    return analyze(model, chosen, tp=tp, inputs=inputs)
+    return analyze(live.model, live.plan, tp=tp, inputs=live.inputs)

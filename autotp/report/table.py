@@ -31,7 +31,10 @@ __all__ = [
     "rows",
     "unmatched",
     "verdict",
+    "written_plan_name",
 ]
+
+MANIFEST_PLAN = "in autotp.json"  # a plan that was read from a converted folder
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,19 @@ def plan_name(plan: Plan, given: str = "") -> str:
         return given or "given in code"
     path = Path(span.file)
     return f"{path.stem} (shipped)" if path.parent == plans_folder() else span.file
+
+
+def written_plan_name(plan: Plan) -> str:
+    """The plan of a converted folder as users know it: by its shipped name, if it is that one still.
+
+    >>> from autotp.plan import Plan
+    >>> written_plan_name(Plan.load("bert")), written_plan_name(Plan(rules={"fc1": "column"}))
+    ('bert (shipped)', 'in autotp.json')
+    """
+    from autotp.plan import plan_for
+
+    shipped = plan_for(plan.model_type) if plan.model_type else None
+    return plan_name(shipped) if shipped is not None and shipped == plan else plan_name(plan, MANIFEST_PLAN)
 
 
 def headline(analysis: Analysis) -> str:
