@@ -90,7 +90,7 @@ def _other_cut(call: Call, rows: Value, value: Value) -> Conflict:
         "AT307" if whole is None else "AT306",
         f"{call.name} writes {rows.name} into {value.name}, and they are cut differently over the ranks"
         if whole is None
-        else f"{call.name} writes {rows.name} into {value.name}: {whole.name} is whole, {other.name} is sharded",
+        else f"{call.name} writes {rows.name} into {value.name}: {whole.name} is whole, {other.name} is not",
         blame=tuple(v for v in (rows, value) if not v.whole),
         notes=(f"{value}", f"{rows}"),
     )
