@@ -85,7 +85,7 @@ class _Prover:
     def run(self, found: Captured) -> None:
         """Prove every mode that was traced."""
         proof = self.proof
-        for mode, error in found.failed:
+        for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
         for mode, _ in found.traces:

@@ -1,0 +1,90 @@
+"""Every right plan, changed in one place: each mutant is refused, or exact. None is silently wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import autotp
+from tests import models
+from tests.test_reads import qwen3
+from tests.test_regions import PLAN as RAW
+from tests.test_regions import Net, mixtral
+
+HEADS = {"style": "column", "heads": "num_key_value_heads"}
+EXPERTS = {
+    "q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS, "o_proj": "row",
+    "experts.gate_up_proj": {"style": "column", "dim": 1, "sections": 2},
+    "experts.down_proj": {"style": "row", "dim": 2},
+}  # fmt: skip
+LLAMA = dict(autotp.Plan.load("llama").rules)
+BERT = {k: v for k, v in autotp.Plan.load("bert").rules.items() if k not in autotp.Plan.load("bert").optional}
+OPT = {n: {"style": "column", "heads": 6} for n in "qkv"} | {"out": "row"}
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mlp": (models.MLP, {"fc1": "column", "fc2": "row"}),
+    "fused": (models.FusedGate, {"gate_up": {"style": "column", "sections": 2}, "down": "row"}),
+    "raw": (Net, RAW),
+    "opt": (models.Opt, OPT),
+    "llama": (lambda: models.llama(num_hidden_layers=1), LLAMA),
+    "llama_eager_tied": (
+        lambda: models.llama(num_hidden_layers=1, tie_word_embeddings=True, attn_implementation="eager"),
+        LLAMA,
+    ),
+    "bert": (lambda: models.bert(num_hidden_layers=1), BERT),
+    "qwen3": (lambda: qwen3(num_hidden_layers=1), LLAMA),
+    "mixtral": (mixtral, EXPERTS),
+}
+
+
+def mutants(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each rule dropped, of another style, gathered, split, re-sectioned, dealt otherwise; and two swapped."""
+    rules = {k: autotp.Rule.model_validate(v).to_data() for k, v in plan.items()}
+    rules = {k: v if isinstance(v, dict) else {"style": v} for k, v in rules.items()}
+    for name, rule in rules.items():
+        yield f"drop {name}", {k: v for k, v in rules.items() if k != name}
+        for style in ("column", "row", "vocab", "replicate"):
+            if style != rule["style"]:
+                kept = {k: v for k, v in rule.items() if k == "dim" and style in ("column", "row")}
+                yield f"{name} is {style}", rules | {name: {"style": style, **kept}}
+        changes: list[dict[str, Any]] = [{"sections": 2}, {"sections": 3}, {"heads": 2}, {"heads": 4}]
+        changes += [{"gather_output": not rule.get("gather_output", False)}] * (rule["style"] == "column")
+        changes += [{"split_input": not rule.get("split_input", False)}] * (rule["style"] == "row")
+        if "dim" in rule:
+            changes += [{"dim": d} for d in range(3) if d != rule["dim"]]
+        changes += [{o: None} for o in ("heads", "sections") if o in rule]
+        for change in changes if rule["style"] in ("column", "row") else []:
+            changed = {k: v for k, v in (rule | change).items() if v is not None}
+            yield f"{name} with {change}", rules | {name: changed}
+    names = list(rules)
+    for first, second in zip(names, names[1:], strict=False):
+        yield f"swap {first}, {second}", rules | {first: rules[second], second: rules[first]}
+
+
+def outcome(factory: Any, plan: dict[str, Any], tp: int) -> str:
+    torch.manual_seed(0)
+    try:
+        analysis = autotp.analyze(factory(), plan, tp=tp)
+    except autotp.PlanError:
+        return "refused"
+    if not analysis.ok:
+        return "refused"
+    return "exact" if autotp.verify(factory(), plan, tp=tp).ok else "WRONG"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_no_mutant_is_silently_wrong(name, tp, record_property):
+    factory, plan = CASES[name]
+    right = outcome(factory, plan, tp)
+    assert right == ("refused" if name == "opt" else "exact")  # OPT needs an edit of its source
+    found = {label: outcome(factory, mutant, tp) for label, mutant in mutants(plan)}
+    counts = Counter(found.values())
+    print(f"{name}, tp {tp}: {len(found)} mutants, {dict(counts)}")
+    assert [label for label, result in found.items() if result == "WRONG"] == []
+    assert counts["refused"] >= len(found) / 3

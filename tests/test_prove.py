@@ -1,0 +1,99 @@
+"""The proof of whole models: every mode, and layers of one kind traced once."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.trace import modes
+from autotp.trace.kinds import Shortened
+from tests import models
+from tests.test_reads import qwen3
+
+
+def facts(analysis):
+    return {
+        "ok": analysis.ok,
+        "layouts": dict(analysis.layouts),
+        "reads": {r.name: r for r in analysis.reads},
+        "regions": {r.path: r for r in analysis.regions},
+        "random": set(analysis.random),
+        "shared": {tuple(g) for g in analysis.shared},
+        "collectives": set(analysis.collectives),
+        "modes": set(analysis.modes),
+    }
+
+
+@pytest.mark.parametrize(
+    ("factory", "plan"),
+    [
+        (lambda: qwen3(num_hidden_layers=5), dict(autotp.Plan.load("llama").rules)),
+        (lambda: models.bert(num_hidden_layers=4), "bert"),
+    ],
+    ids=["qwen3", "bert"],
+)
+def test_a_shortened_model_is_decided_like_the_whole_one(factory, plan, monkeypatch):
+    short = facts(autotp.analyze(factory(), plan, tp=3))
+    whole = contextlib.nullcontext(Shortened())
+    monkeypatch.setattr(modes, "shorten", lambda module, marks: whole)
+    assert facts(autotp.analyze(factory(), plan, tp=3)) == short
+    assert short["ok"] and len(short["shared"]) == 2 * 5 if short["reads"] else short["random"]
+
+
+def test_all_layers_stand_after_a_proof():
+    model = qwen3(num_hidden_layers=5)
+    autotp.analyze(model, dict(autotp.Plan.load("llama").rules), tp=2)
+    assert len(model.model.layers) == 5
+
+
+def test_a_layer_with_a_rule_of_its_own_is_traced():
+    plan = dict(autotp.Plan.load("llama").rules) | {"layers.3.mlp.up_proj": "replicate"}
+    analysis = autotp.analyze(models.llama(num_hidden_layers=5), plan, tp=2)
+    found = [d for d in analysis.diagnostics if d.severity == "error"]
+    assert [d.code for d in found] == ["AT306"] and found[0].module == "model.layers.3.mlp"
+
+
+def test_a_mode_that_cannot_be_traced_is_a_warning_and_refused_at_run_time():
+    class Eval(models.MLP):
+        def forward(self, x):
+            if self.training and x.sum() > 0:
+                x = -x
+            return super().forward(x)
+
+    def rank(group):
+        model = autotp.shard(Eval(), {"fc1": "column", "fc2": "row"}, group)
+        model.eval()(torch.ones(2, 16))
+        with pytest.raises(autotp.UnprovenPath) as caught:
+            model.train()(torch.ones(2, 16))
+        return str(caught.value)
+
+    analysis = autotp.analyze(Eval(), {"fc1": "column", "fc2": "row"}, tp=2)
+    assert analysis.ok and "train" not in analysis.modes
+    warnings = [d for d in analysis.diagnostics if d.code == "AT320"]
+    assert [d.severity for d in warnings] == ["warning"] and "in train mode" in warnings[0].message
+    for message in autotp.comm.simulate(2, rank):
+        assert message.startswith("Eval: its forward could not be traced in train mode when it was sharded")
+
+
+def test_a_forward_that_cannot_be_traced_is_refused():
+    class Asks(models.MLP):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    analysis = autotp.analyze(Asks(), {"fc1": "column", "fc2": "row"}, tp=2, inputs=torch.ones(2, 16))
+    assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT320"]
+    shapes = autotp.analyze(Asks(), {"fc1": "column", "fc2": "row"}, tp=2, check="shapes")
+    assert shapes.ok and shapes.certainty == "names and shapes"
+
+
+def test_the_fast_path_of_a_transformer_layer_is_seen():
+    """In eval without gradients nn.TransformerEncoderLayer hands its weights to one fused kernel."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    plan = {"linear1": "column", "linear2": "row"}
+    analysis = autotp.analyze(layer, plan, tp=2, inputs=torch.zeros(3, 5, 16))
+    assert not analysis.ok
+    assert {d.code for d in analysis.diagnostics if d.severity == "error"} <= {"AT304", "AT312"}
