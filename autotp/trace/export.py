@@ -297,7 +297,7 @@ class _Converted:
         if old.target is operator.getitem and not isinstance(args[0], fx.Node):
             results: Any = args[0]
             return results[args[1]]
-        if isinstance(old.target, torch._ops.HigherOrderOperator):
+        if any(isinstance(a, fx.GraphModule) for a in args):
             return self._inner(old, args, grad=grad)
         if old.target is torch.ops.autotp.stand_in.default:
             return args[0]
