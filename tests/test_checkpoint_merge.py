@@ -10,7 +10,7 @@ from autotp.checkpoint import convert, merge
 from autotp.checkpoint.carry import carry
 from autotp.checkpoint.folder import open_folder
 from autotp.checkpoint.manifest import Manifest
-from autotp.checkpoint.output import Output, rank_folder
+from autotp.checkpoint.output import rank_folder, rank_outputs
 from autotp.checkpoint.supply import Whole
 from autotp.diagnostic import CheckpointError
 from autotp.header import read_header
@@ -188,9 +188,7 @@ def test_shared_kv_heads_and_whole_sections(tmp_path):
     folder = open_folder(source)
     plan = Plan(rules={"k": "column"})
     manifest = Manifest(tp=4, plan=plan, proof="none", digest="xxh3", files=folder.files, layouts=layouts)
-    outputs = [
-        Output(rank_folder(tmp_path, rank, 4).relative_to(tmp_path), layouts, rank) for rank in range(4)
-    ]
+    outputs = rank_outputs(layouts, 4, None)
     carry(Whole(folder, {}), manifest, outputs, tmp_path / "out", job="convert")
 
     def part(rank, name):

@@ -9,6 +9,7 @@ Nothing outside the folder is read: an index names plain files, and a link may n
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from autotp.header import Entry, Header, parse_json, read_header
 __all__ = [
     "INDEX",
     "MANIFEST",
+    "PART",
+    "RANK_FOLDER",
     "SINGLE",
     "Folder",
     "check_index",
@@ -36,6 +39,8 @@ __all__ = [
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "autotp.json"
+PART = "autotp"  # the key in the metadata of a file that holds one rank's part
+RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 LARGEST_JSON = 200_000_000  # bytes of an index, a config or a manifest
 LARGEST_COMPANION = 64 << 20  # bytes
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -68,9 +73,17 @@ class Folder:
 def open_folder(path: str | Path) -> Folder:
     """Find and check the files of a checkpoint folder, or of one .safetensors file (config.json beside it).
 
-    Raises CheckpointError naming the folder, file, key or value that is wrong.
+    Raises CheckpointError naming the folder, file, key or value that is wrong. What `convert` wrote for one
+    rank is refused: it is a part, and would be taken for the whole.
     """
-    path = Path(path)
+    found = _open(Path(path))
+    for file in found.files:
+        if PART in file.metadata:
+            _refuse(file.path, f"holds the part of {file.metadata[PART]}; give the folder with {MANIFEST}")
+    return found
+
+
+def _open(path: Path) -> Folder:
     if path.is_file() or path.suffix == ".safetensors":
         config = read_config(path.parent)
         return Folder(
@@ -128,7 +141,7 @@ def companions_of(folder: Path) -> tuple[str, ...]:
     """Every other file up to 64 MiB, sub-folders too, as sorted relative names."""
     found = []
     for base, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith((".", "rank-"))]
+        folders[:] = [name for name in folders if name[0] != "." and not RANK_FOLDER.fullmatch(name)]
         for name in files:
             if not name.startswith(".") and not name.endswith(WEIGHTS) and name != MANIFEST:
                 relative = str((Path(base) / name).relative_to(folder))

@@ -58,9 +58,10 @@ def from_pretrained(
     - `dtype`: what floating-point tensors are cast to; without it each keeps the dtype of its file
     - `strict`: False ignores tensors that the model has not; a missing one is an error all the same
 
-    The model is in eval mode, on the CPU. Each rank holds its local bytes and nothing else: no rank ever
-    holds the whole model. Raises CheckpointError with all missing, unexpected and mismatched tensors
-    together, PlanError for a refused plan, and UsageError for a wrong number of ranks.
+    The model is in eval mode, on the device of the mesh (the CPU when `mesh` is no DeviceMesh). Each rank
+    holds its local bytes and nothing else: no rank ever holds the whole model. Raises CheckpointError with
+    all missing, unexpected and mismatched tensors together, PlanError for a refused plan, and UsageError
+    for a wrong number of ranks.
 
         model = autotp.from_pretrained("all-MiniLM-L6-v2", mesh=mesh)
     """
@@ -77,7 +78,9 @@ def from_pretrained(
         model = hf.build(home)
     shard(model, plan, group, inputs=inputs, check=check)
     with together(group, timeout=SLOWEST_LOAD):
-        _fill(model, stored, home, group, dtype, strict)
+        device = torch.device(getattr(mesh, "device_type", "cpu"))
+        _fill(model, stored, home, _Loader(group, dtype, device), strict)
+        model.to(device)  # buffers that are computed
     return model
 
 
@@ -119,7 +122,7 @@ def _whole(home: Path) -> dict[str, Stored]:
 
 def _own(home: Path, manifest: Manifest, rank: int) -> dict[str, Stored]:
     """The tensors of this rank's own folder, checked against the manifest."""
-    stored, output = {}, Output(home, manifest.layouts, rank)
+    stored, output = {}, Output(home, manifest.layouts, rank, manifest.tp)
     for file in manifest.files:
         header = checked_header(output.header(file))
         for name, entry in file.tensors.items():
@@ -134,8 +137,7 @@ def _fill(
     model: nn.Module,
     stored: Mapping[str, Stored],
     home: Path,
-    group: Group,
-    dtype: torch.dtype | None,
+    loader: _Loader,
     strict: bool,
 ) -> None:
     """Give every parameter and persistent buffer its values; all faults are told at once, before."""
@@ -150,7 +152,6 @@ def _fill(
     if faults:
         do = "tensors do" if len(faults) > 1 else "tensor does"
         raise CheckpointError(f"{home}: {len(faults)} {do} not fit the model:\n" + "\n".join(faults))
-    loader = _Loader(group, dtype)
     with ExitStack() as stack:
         for names in slots:
             in_file = [name for name in names if name in found]
@@ -173,9 +174,10 @@ def _fill(
 class _Loader:
     """Reads slices of files into tensors, with one block of room for what has to be rearranged."""
 
-    def __init__(self, group: Group, dtype: torch.dtype | None) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype | None, device: torch.device) -> None:
         self.group = group
         self.dtype = dtype
+        self.device = device
         self.scratch = np.empty(CHUNK, np.uint8)
         self.open: dict[Path, int] = {}
 
@@ -202,7 +204,7 @@ class _Loader:
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         floats = self.dtype is not None and tensor.is_floating_point()
-        return tensor.to(self.dtype) if floats else tensor
+        return tensor.to(self.device, self.dtype if floats else tensor.dtype)
 
     def _verify(self, stored: Stored, data: Any) -> None:
         if stored.kind == "none":

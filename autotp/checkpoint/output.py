@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autotp.checkpoint.folder import PART
 from autotp.diagnostic import UsageError
 from autotp.header import Entry, Header, encode_header
 from autotp.placement import Shard
@@ -23,7 +24,7 @@ def rank_outputs(layouts: Mapping[str, Shard], tp: int, ranks: Sequence[int] | N
     chosen = range(tp) if ranks is None else ranks
     if not chosen or not all(rank in range(tp) for rank in chosen):
         raise UsageError(f"ranks are from 0 to {tp - 1} for tp={tp}, not {list(chosen)}")
-    return [Output(rank_folder(Path(), rank, tp), layouts, rank, rank in chosen) for rank in range(tp)]
+    return [Output(rank_folder(Path(), rank, tp), layouts, rank, tp, rank in chosen) for rank in range(tp)]
 
 
 def rank_folder(folder: Path, rank: int, tp: int) -> Path:
@@ -35,12 +36,14 @@ def rank_folder(folder: Path, rank: int, tp: int) -> Path:
 class Output:
     """One folder to write: one rank's parts, or (`rank` None) every tensor whole, as in the source.
 
-    One that is not `written` is only computed, for the digests that belong in every manifest.
+    One that is not `written` is only computed, for the digests that belong in every manifest. The header
+    of a part says whose it is, so that nobody takes it for the whole.
     """
 
     home: Path
     layouts: Mapping[str, Shard]
     rank: int | None
+    tp: int = 1
     written: bool = True
 
     def rows(self, entry: Entry) -> Rows:
@@ -57,13 +60,15 @@ class Output:
             shard = self.layouts.get(entry.name)
             shape = entry.shape if shard is None else shard.local_shape(entry.shape, self.rank)
             local[entry.name] = (entry.dtype, shape, self.rows(entry).nbytes)
-        raw, starts = encode_header(local, file.metadata)
+        mark = {PART: f"rank {self.rank} of {self.tp}"} if self.tp > 1 else {}
+        metadata = {**file.metadata, **mark}
+        raw, starts = encode_header(local, metadata)
         entries = {
             name: Entry(name, local[name][0], local[name][1], start, start + local[name][2])
             for name, start in starts.items()
         }
         size = len(raw) + sum(nbytes for _, _, nbytes in local.values())
-        return Header(self.home / file.path.name, size, raw, entries, file.metadata)
+        return Header(self.home / file.path.name, size, raw, entries, metadata)
 
     def index(self, headers: Sequence[Header], source: bytes) -> bytes:
         """The text of the index in `home` for the files with these headers, and the source's index."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from autotp.checkpoint.carry import part_digest
-from autotp.checkpoint.folder import MANIFEST, regular_file
+from autotp.checkpoint.folder import MANIFEST, RANK_FOLDER, regular_file
 from autotp.checkpoint.manifest import Digests, Manifest
 from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.read import Block, Part, Source, open_to_read, spans, typed
@@ -38,7 +37,7 @@ class Ranks:
         self.manifest = manifest
         homes = [rank_folder(folder, rank, manifest.tp) for rank in range(manifest.tp)]
         _check_folders(folder, homes)
-        self.outputs = [Output(home, manifest.layouts, rank) for rank, home in enumerate(homes)]
+        self.outputs = [Output(home, manifest.layouts, rank, manifest.tp) for rank, home in enumerate(homes)]
         self.headers = {
             file.path.name: [checked_header(output.header(file)) for output in self.outputs]
             for file in manifest.files
@@ -139,7 +138,7 @@ class Ranks:
 
 def _check_folders(folder: Path, homes: list[Path]) -> None:
     """Exactly these rank folders must be there."""
-    there = {entry for entry in folder.iterdir() if re.fullmatch(r"rank-\d+-of-\d+", entry.name)}
+    there = {entry for entry in folder.iterdir() if RANK_FOLDER.fullmatch(entry.name)}
     missing = [home.name for home in homes if home not in there]
     if missing:
         _refuse(folder, f"{len(missing)} of {len(homes)} rank folders are missing: {', '.join(missing)}")
