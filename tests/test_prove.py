@@ -97,3 +97,24 @@ def test_the_fast_path_of_a_transformer_layer_is_seen():
     analysis = autotp.analyze(layer, plan, tp=2, inputs=torch.zeros(3, 5, 16))
     assert not analysis.ok
     assert {d.code for d in analysis.diagnostics if d.severity == "error"} <= {"AT304", "AT312"}
+
+
+def test_a_row_layer_does_not_sum_what_several_ranks_hold():
+    """A rule of the engine, held by hand: no plan makes such a cut yet."""
+    from autotp.match import match
+    from autotp.placement import Deal, Shard
+    from autotp.plan import Plan
+    from autotp.propagate.engine import propagate
+    from autotp.trace.inventory import inventory
+    from autotp.trace.recorder import record
+
+    model = models.MLP(hidden=32)
+    stock = inventory(model)
+    matches = match(Plan(rules={"fc1": "column", "fc2": "row"}), stock, 3)
+    twice = Deal(2, ((0, 1), (0, 1), (1, 2)), declared=2)
+    cuts = {n: Shard(cut.dim, twice) for n, cut in matches.layouts.items()}
+    kinds = dict.fromkeys(stock.tensors(), "linear")
+    trace = record(model, (torch.zeros(3, 16),), {})
+    found = propagate(trace, matches, cuts, aliases={}, kinds=kinds, reads={}, regions={}).findings
+    assert [f.conflict.code for f in found] == ["AT307"]
+    assert "would be counted more than once" in found[0].conflict.message

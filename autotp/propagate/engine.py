@@ -18,7 +18,7 @@ from torch import fx
 from autotp.match import Matches, Placed
 from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard
 from autotp.propagate.attention import ATTENTION
-from autotp.propagate.call import Call, Conflict, Value
+from autotp.propagate.call import Call, Conflict, Value, counted_once
 from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.convolution import CONVOLUTIONS
 from autotp.propagate.creation import CREATION
@@ -468,6 +468,7 @@ class _Engine:
                 blame=(weight, value),
                 notes=(f"{value}",),
             )
+        counted_once(call, value)
         if not value.shard.same_cut(weight.shard):
             if placed.declared or placed.path in self.followed:
                 raise Conflict(
