@@ -19,7 +19,7 @@ from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
 from autotp.trace.support import unsupported
 
-__all__ = ["decide"]
+__all__ = ["decide", "decide_with_proof"]
 
 
 def decide(
@@ -29,6 +29,13 @@ def decide(
 
     Raises PlanError for a plan that cannot be read and UsageError for a call that cannot mean anything.
     """
+    return decide_with_proof(model, plan, tp=tp, inputs=inputs, check=check)[0]
+
+
+def decide_with_proof(
+    model: nn.Module, plan: PlanLike | None, *, tp: int, inputs: Any = None, check: str = "layouts"
+) -> tuple[Analysis, Proof | None]:
+    """What `decide` gives, and the proof it rests on: None where names and shapes already refuse the plan."""
     check_name(check)
     if not isinstance(model, nn.Module):
         raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
@@ -39,8 +46,9 @@ def decide(
     refused = (*unsupported(model), *_not_yet(analysis.matches, analysis))
     analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
     if check == "shapes" or not analysis.ok:
-        return analysis
-    return _proven(analysis, prove(model, analysis.matches, stock, make(model, inputs)))
+        return analysis, None
+    proof = prove(model, analysis.matches, stock, make(model, inputs))
+    return _proven(analysis, proof), proof
 
 
 def _proven(analysis: Analysis, proof: Proof) -> Analysis:

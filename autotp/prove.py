@@ -17,7 +17,7 @@ from torch import nn
 from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
-from autotp.placement import Shard
+from autotp.placement import INVARIANT, Partial, Shard, describe
 from autotp.propagate import dual
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Finding, Propagation, draws, propagate
@@ -26,7 +26,7 @@ from autotp.propagate.regions import Region
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.kinds import Shortened
-from autotp.trace.modes import Captured, Mode, captured
+from autotp.trace.modes import Captured, Mode, capture_modes, captured
 
 __all__ = ["Proof", "prove"]
 
@@ -40,8 +40,9 @@ class Proof:
     `cuts` is how each tensor is cut, by its first name; `reads` the whole tensors that are transformed where
     they are read; `regions` the modules with mappings at their border; `calls` how often each module runs;
     `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
-    value, in groups; `random` the modules that draw random
-    numbers on a shard.
+    value, in groups; `random` the modules that draw random numbers on a shard. `propagations` are the layouts
+    of each mode's trace (of one mode alone, where it has findings), and `short` says which layers were traced
+    for which others.
     """
 
     cuts: dict[str, Shard]
@@ -53,6 +54,8 @@ class Proof:
     copied: set[str] = field(default_factory=set)
     shared: tuple[tuple[str, ...], ...] = ()
     random: set[str] = field(default_factory=set)
+    propagations: dict[str, Propagation] = field(default_factory=dict)
+    short: Shortened = field(default_factory=Shortened)
 
 
 def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples) -> Proof:
@@ -64,7 +67,11 @@ def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Sa
     # Layers that the plan treats differently are of different kinds.
     marks = {path: (placed.pattern, placed.rule) for path, placed in matches.placed.items()}
     with captured(module, samples, marks) as (found, short):
-        prover.run(found)
+        prover.run(found, short)
+    if not prover.steady:
+        # What one layer hands to the next is not the same everywhere: each layer is proven by itself.
+        short, prover = Shortened(), _Prover(module, matches, inventory, samples)
+        prover.run(capture_modes(module, samples), short)
     prover.spread(inventory, short)
     return prover.proof
 
@@ -81,13 +88,16 @@ class _Prover:
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
         self.reached: set[str] = set()
         self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
+        self.steady = True
 
-    def run(self, found: Captured) -> None:
+    def run(self, found: Captured, short: Shortened) -> None:
         """Prove every mode that was traced."""
         proof = self.proof
+        last = [f"{path}.{count - 1}" for path, count in short.kept.items()]
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
+        proof.propagations = propagated
         for mode, _ in found.traces:
             whole = propagated.get(mode.name)
             if whole is None:
@@ -98,11 +108,13 @@ class _Prover:
                 proof.diagnostics += diagnose(whole)
                 return
             self._keep(mode.name, whole)
+            self.steady = self.steady and all(_leaves_whole(whole, path) for path in last)
         proof.modes += found.covered
 
     def spread(self, inventory: Inventory, short: Shortened) -> None:
         """What was decided about a layer holds for every layer of its kind, traced or not."""
         proof = self.proof
+        proof.short = short
 
         def all_like(decided: Iterable[str], names: Iterable[str]) -> dict[str, str]:
             known = set(decided)
@@ -164,6 +176,8 @@ class _Prover:
         for path, inputs in whole.copied.items():
             self.inputs.setdefault(path, {})[mode] = tuple(node.name for node in inputs)
         proof.random |= whole.random
+        told = {d.message for d in proof.diagnostics}
+        proof.diagnostics += [d for d in _notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
     def _ranks(self, whole: Propagation, mode: Mode) -> list[Finding]:
@@ -195,6 +209,33 @@ def _random(whole: Propagation) -> None:
                     only=draws,
                 )
             )  # fmt: skip
+
+
+def _leaves_whole(whole: Propagation, path: str) -> bool:
+    """Whether all that a module hands out is the same on every rank, and its gradient whole."""
+    out = [node for call in whole.trace.left.get(path, []) for _, node in call]
+    return all(layout == INVARIANT for node in out for layout in whole.layouts.get(node, []))
+
+
+def _notes(whole: Propagation) -> Iterator[Diagnostic]:
+    """What a user should know of a proof that holds."""
+    for stored in whole.trace.stored:
+        layouts = whole.layouts.get(stored.node, [INVARIANT])
+        if isinstance(layouts[0], (Shard, Partial)) and not stored.cached:
+            yield Diagnostic(
+                "AT324",
+                f"the forward leaves {stored.name} on the model, of which each rank holds its own part",
+                severity="warning",
+                source=stored.node.meta.get("source"),
+                notes=(f"{describe(layouts[0])}",),
+            )
+    if whole.trace.opaque:
+        yield Diagnostic(
+            "AT325",
+            f"not looked into, since their forward asks for values: {', '.join(whole.trace.opaque)}",
+            severity="note",
+            notes=("nothing sharded goes in or comes out; what they compute is the unsharded model's",),
+        )
 
 
 def _unreached(matches: Matches, reached: set[str]) -> Iterator[Diagnostic]:
