@@ -109,6 +109,7 @@ class Plan(Declared):
         tuple[Annotated[str, BeforeValidator(_optional_rule)], ...], BeforeValidator(_optional)
     ] = ()
     _spans: dict[str, Span] = PrivateAttr(default_factory=dict)
+    _whole_names: bool = PrivateAttr(default=False)  # its patterns are names as transformers' plans have them
 
     if TYPE_CHECKING:
 
@@ -162,6 +163,40 @@ class Plan(Declared):
             raise PlanError(in_order(source.faults))
         plan._spans = {p: source.keys["rules", p] for p in plan.rules if ("rules", p) in source.keys}
         return plan
+
+    @classmethod
+    def from_transformers(cls, source: object) -> Plan:
+        """What transformers' own tensor-parallel plan says, as a plan: `autotp.hfplan` has the styles.
+
+        `source` is a config, a model, a model class, a config as a dict, a folder with a config.json, or
+        the plan itself, a dict from names to styles (which knows no numbers of heads).
+
+        >>> styles = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+        >>> print(Plan.from_transformers(styles).dumps(), end="")
+        version: 1
+        rules:
+          layers.*.mlp.up_proj: column
+          layers.*.mlp.down_proj: row
+        optional: [layers.*.mlp.up_proj, layers.*.mlp.down_proj]
+
+        Raises PlanError with every entry that no rule can say, AT114, and UsageError for what has no plan.
+        """
+        from autotp import hfplan
+
+        return hfplan.plan_of(hfplan.read(source))
+
+    def to_transformers(self) -> dict[str, str]:
+        """The dict that transformers takes as a plan, of a plan that came from there.
+
+        >>> styles = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+        >>> Plan.from_transformers(styles).to_transformers() == styles
+        True
+
+        Raises PlanError with every rule that transformers cannot carry, AT115.
+        """
+        from autotp import hfplan
+
+        return hfplan.written(self)
 
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, in the order of a plan file, without defaults."""

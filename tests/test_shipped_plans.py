@@ -1,0 +1,196 @@
+"""Every shipped plan: proven on a tiny model of its type, exact on its ranks, and the same from headers.
+
+The sizes are odd where they may be: 6 query heads on 3 kv heads over 2 ranks are 4 + 2, 67 features 34 + 33.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+
+import autotp
+from autotp.plan import Plan, shipped_plans
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 67, "num_hidden_layers": 1,
+    "num_attention_heads": 6, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 3}
+HEAD_DIM = {**GROUPED, "head_dim": 8}
+# Widths of experts: grouped products want rows of whole 16 bytes on every rank.
+EXPERTS = {**HEAD_DIM, "num_experts_per_tok": 2, "intermediate_size": 48, "moe_intermediate_size": 48}
+IMAGES = {**SIZES, "image_size": 16, "patch_size": 8}
+TWO = {"num_hidden_layers": 2}
+LOCAL_AND_GLOBAL = {**TWO, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+# plan -> class of the model, its config
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "albert": ("AlbertForMaskedLM", {**SIZES, **TWO, "embedding_size": 16}),
+    "apertus": ("ApertusForCausalLM", HEAD_DIM),
+    "arcee": ("ArceeForCausalLM", HEAD_DIM),
+    "bert": ("BertForMaskedLM", SIZES),
+    "camembert": ("CamembertForMaskedLM", SIZES),
+    "clip_text_model": ("CLIPTextModel", SIZES),
+    "clip_vision_model": ("CLIPVisionModel", IMAGES),
+    "cohere": ("CohereForCausalLM", GROUPED),
+    "cohere2": ("Cohere2ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "deit": ("DeiTModel", IMAGES),
+    "dinov2": ("Dinov2Model", IMAGES),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {
+            "vocab_size": 97, "dim": 48, "n_layers": 1, "n_heads": 6, "hidden_dim": 67,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "electra": ("ElectraForMaskedLM", {**SIZES, "embedding_size": 16}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", HEAD_DIM),
+    "eurobert": ("EuroBertForMaskedLM", HEAD_DIM),
+    "exaone4": ("Exaone4ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "gemma": ("GemmaForCausalLM", HEAD_DIM),
+    "gemma2": ("Gemma2ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "gemma3_text": ("Gemma3ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "glm": ("GlmForCausalLM", HEAD_DIM),
+    "glm4": ("Glm4ForCausalLM", HEAD_DIM),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {**EXPERTS, **TWO, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", SIZES),
+    "granite": ("GraniteForCausalLM", HEAD_DIM),
+    "granitemoe": ("GraniteMoeForCausalLM", {**EXPERTS, "num_local_experts": 4}),
+    "helium": ("HeliumForCausalLM", HEAD_DIM),
+    "jais2": ("Jais2ForCausalLM", HEAD_DIM),
+    "llama": ("LlamaForCausalLM", GROUPED),
+    "ministral": ("MinistralForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "mistral": ("MistralForCausalLM", {**HEAD_DIM, "sliding_window": 5}),
+    "mixtral": ("MixtralForCausalLM", {**EXPERTS, "num_local_experts": 4}),
+    "modernbert": ("ModernBertForMaskedLM", {**SIZES, **TWO, "cls_token_id": 1, "sep_token_id": 2}),
+    "nanochat": ("NanoChatForCausalLM", HEAD_DIM),
+    "nemotron": ("NemotronForCausalLM", HEAD_DIM),
+    "olmo": ("OlmoForCausalLM", {**GROUPED, "clip_qkv": 0.5}),
+    "phi": ("PhiForCausalLM", GROUPED),
+    "phimoe": ("PhimoeForCausalLM", {**EXPERTS, "num_local_experts": 4}),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, **TWO, "num_experts": 4, "shared_expert_intermediate_size": 67, "mlp_only_layers": [0]},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", HEAD_DIM),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, **TWO, "num_experts": 4, "mlp_only_layers": [0]}),
+    "roberta": ("RobertaForMaskedLM", SIZES),
+    "siglip_text_model": ("SiglipTextModel", SIZES),
+    "smollm3": ("SmolLM3ForCausalLM", {**HEAD_DIM, **TWO, "no_rope_layers": [0, 1]}),
+    "starcoder2": ("Starcoder2ForCausalLM", GROUPED),
+    "vit": ("ViTModel", IMAGES),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", SIZES),
+}  # fmt: skip
+
+# One of each build, for the fast set: the others are like one of these.
+FAST = ("distilbert", "glm", "gpt_neox", "mixtral", "qwen3", "vit")
+SOME = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in MODELS]
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """The tiny model of a plan, in eval mode."""
+    transformers.logging.set_verbosity_error()
+    model, sizes = MODELS[name]
+    cls = getattr(transformers, model)
+    torch.manual_seed(0)
+    built = cls(cls.config_class(**{**sizes, **changes})).eval()
+    assert isinstance(built, nn.Module)
+    return built
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """A checkpoint with the model's own names. Tied tensors stand once; that of a head that has a bias of its
+    own twice, as in older checkpoints: headers do not tell how wide a layer is by its bias."""
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(config))
+    state = model.state_dict()
+    tied = set(model.all_tied_weights_keys)
+    biased = {f"{n.rpartition('.')[0]}.weight" for n in state if n.endswith(".bias") and n not in tied}
+    tensors = {n: t.clone() for n, t in state.items() if n not in tied - biased}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def doubled(name: str) -> dict[str, Any]:
+    """Twice the heads: over 4 ranks there must be at least 4, here 6 kv heads as 2 + 2 + 1 + 1."""
+    sizes = MODELS[name][1]
+    keys = ("num_attention_heads", "num_key_value_heads", "n_heads")
+    return {key: 2 * sizes[key] for key in keys if key in sizes} | (
+        {"head_dim": 4} if "head_dim" in sizes else {}
+    )
+
+
+def said(analysis: autotp.Analysis) -> str:
+    return "\n".join(str(found) for found in analysis.diagnostics)
+
+
+def test_every_shipped_plan_has_its_model():
+    assert sorted(MODELS) == sorted(shipped_plans())
+    for name in shipped_plans():
+        assert Plan.load(name).model_type == name
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_proven_and_the_same_from_headers(tmp_path, name):
+    model = build(name)
+    assert model.config.model_type == name
+    proven = autotp.analyze(model, "auto", tp=2)
+    assert proven.ok and proven.certainty == "layouts", said(proven)
+    assert {"eval", "train"} <= set(proven.modes)
+    save(model, tmp_path)
+    headers = autotp.analyze(tmp_path, "auto", tp=2, check="shapes")
+    assert headers.ok, said(headers)
+    stored = headers.inventory.tensors()
+    assert {n: cut for n, cut in proven.layouts.items() if n in stored} == dict(headers.layouts)
+    assert len(headers.layouts) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_on_two_and_three_ranks(name):
+    for tp in (2, 3):
+        result = autotp.verify(build(name), name, tp=tp)
+        assert result.ok and result.state_dict_equal, f"tp {tp}: {result}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_proven_on_four_ranks(name):
+    analysis = autotp.analyze(build(name, **doubled(name)), name, tp=4)
+    assert analysis.ok, said(analysis)
+
+
+@pytest.mark.slow
+def test_the_gated_mlp_of_dinov2():
+    model = build("dinov2", use_swiglu_ffn=True)
+    assert autotp.analyze(model, "dinov2", tp=2, check="shapes").sharded_fraction > 0.6
+    assert autotp.verify(model, "dinov2", tp=2).ok
+
+
+@pytest.mark.parametrize("name", shipped_plans())
+def test_what_stays_whole_is_small_or_known(name):
+    """Of the linear layers only heads, poolers, routers and projections between two widths are whole."""
+    with torch.device("meta"):
+        model = build(name)
+    analysis = autotp.analyze(model, name, tp=2, check="shapes")
+    assert analysis.ok, said(analysis)
+    linear = [p for p, m in analysis.inventory.modules.items() if m.kind == "linear"]
+    whole = {p.rpartition(".")[2] for p in linear if f"{p}.weight" not in analysis.layouts}
+    known = {"pooler", "dense", "transform", "vocab_transform", "embeddings_project", "head", "gate"}
+    known |= {"embedding_hidden_mapping_in", "shared_expert_gate"} | (
+        {"lm_head"} if "gemma" in name else set()
+    )
+    assert whole <= known, whole
