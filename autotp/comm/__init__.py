@@ -7,7 +7,7 @@ Everything above this package (mappings, layers, shard, verify) sees only the `G
 """
 
 from autotp.comm.group import Group, GroupOfOne
-from autotp.comm.process_group import ProcessGroupGroup, group_of, sum_into, within
+from autotp.comm.process_group import ProcessGroupGroup, group_of, sum_into, sum_into_later, within
 from autotp.comm.simulated import SimulatedGroup, simulate
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "group_of",
     "simulate",
     "sum_into",
+    "sum_into_later",
     "within",
 ]

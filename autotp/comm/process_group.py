@@ -14,7 +14,7 @@ from autotp.comm.exchange import Store, exchange_through
 from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, contiguous_copy
 from autotp.diagnostic import UsageError
 
-__all__ = ["ProcessGroupGroup", "group_of", "sum_into", "within"]
+__all__ = ["ProcessGroupGroup", "group_of", "sum_into", "sum_into_later", "within"]
 
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
@@ -47,14 +47,7 @@ class ProcessGroupGroup(KnownGroup):
         if x.dtype in _reduced_as or x.numel() == 0:
             now = self.all_reduce(x)
             return lambda: now
-        total = contiguous_copy(x)
-        work = dist.all_reduce(total, group=self.process_group, async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return total
-
-        return wait
+        return _waiting(contiguous_copy(x), self)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The ranks' tensors concatenated on `dim`.
@@ -224,3 +217,21 @@ def sum_into(x: Tensor, group: Group) -> Tensor:
         return x
     total = group.all_reduce(x)
     return x.copy_(total)
+
+
+def sum_into_later(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start `sum_into(x, group)`; the function that is returned waits for the sum. Call it once."""
+    if isinstance(group, ProcessGroupGroup) and x.dtype not in _reduced_as and x.numel() > 0:
+        return _waiting(x, group)
+    return group.all_reduce_later(x)
+
+
+def _waiting(x: Tensor, group: ProcessGroupGroup) -> Callable[[], Tensor]:
+    """Start the sum in `x`."""
+    work = dist.all_reduce(x, group=group.process_group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return x
+
+    return wait

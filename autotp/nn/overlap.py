@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp import mappings
-from autotp.comm import Group
+from autotp.comm import Group, sum_into_later
 
 __all__ = ["copied_linear"]
 
@@ -41,7 +41,7 @@ class _CopiedLinear(torch.autograd.Function):
             x = mappings.copy(x, ctx.group)
             wait = None
         else:
-            wait = ctx.group.all_reduce_later(dy @ weight)
+            wait = sum_into_later(dy @ weight, ctx.group)  # a product is nobody else's
         rows = dy.reshape(-1, dy.shape[-1])  # (n, out/tp)
         dweight = rows.t() @ x.reshape(-1, x.shape[-1])
         dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
