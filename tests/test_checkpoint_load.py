@@ -115,6 +115,20 @@ def test_one_rank_without_torchrun_is_the_whole_model(tmp_path):
     torch.testing.assert_close(logits(whole), logits(model), atol=0, rtol=0)
 
 
+def test_what_generate_does_by_default_comes_along(tmp_path):
+    _, folder = llama(tmp_path / "in")
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.5, "do_sample": true, "eos_token_id": 7}'
+    )
+    convert(folder, tmp_path / "out", tp=1, check="shapes")
+    for source in (folder, tmp_path / "out"):
+        settings = from_pretrained(source, check="shapes").generation_config
+        assert (settings.temperature, settings.do_sample, settings.eos_token_id) == (0.5, True, 7)
+    (folder / "generation_config.json").write_text("{")
+    message = refusal(CheckpointError, folder, check="shapes")
+    assert message.startswith(f"{folder / 'generation_config.json'}: cannot be read: ")
+
+
 def test_the_number_of_ranks_must_be_the_folders(tmp_path):
     _, folder = llama(tmp_path / "in")
     convert(folder, tmp_path / "out", tp=3, check="shapes")

@@ -106,6 +106,26 @@ def test_a_target_that_someone_else_makes_meanwhile(tmp_path):
     assert tree(tmp_path) == {"out/theirs": b""}
 
 
+def test_the_folder_one_stands_in(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "in", {"up.weight": random_tensor("F32", (4, 2))})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match=r"^\.: is the current folder; name a new one$"):
+        convert(source, ".", plan={"up": "column"}, tp=2, check="shapes")
+    convert(source, "out", plan={"up": "column"}, tp=2, check="shapes")
+    assert os.listdir(tmp_path / "here") == ["out"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def no_locks(fd, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with Staging(tmp_path / "out", JOB) as staging:
+        staging.commit()
+    assert os.listdir(tmp_path / "out") == []
+
+
 def test_free_bytes_count_what_the_last_run_left(tmp_path):
     before = free_bytes(tmp_path / "a" / "b")
     partial(tmp_path / "out").mkdir()

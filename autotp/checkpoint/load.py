@@ -81,7 +81,21 @@ def from_pretrained(
         device = torch.device(getattr(mesh, "device_type", "cpu"))
         _fill(model, stored, home, _Loader(group, dtype, device), strict)
         model.to(device)  # buffers that are computed
+        _take_generation_config(model, home)
     return model
+
+
+def _take_generation_config(model: nn.Module, home: Path) -> None:
+    """What `generate` does by default comes with the checkpoint, as in transformers."""
+    if getattr(model, "generation_config", None) is not None and (home / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        try:
+            settings = GenerationConfig.from_pretrained(home, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise CheckpointError(f"{home / 'generation_config.json'}: cannot be read: {reason}") from error
+        model.generation_config = settings
 
 
 def _same_plan(folder: Path, manifest: Manifest, plan: Any, group: Group) -> Plan:

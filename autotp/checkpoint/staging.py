@@ -33,6 +33,8 @@ def check_target(target: Path) -> None:
     entries = os.listdir(target)
     if entries:
         _refuse(target, f"is not empty ({len(entries)} entries, such as {min(entries)!r}); name a new folder")
+    if target.samefile(os.getcwd()):  # it is replaced, and whoever stands in it would stand in nothing
+        _refuse(target, "is the current folder; name a new one")
 
 
 def free_bytes(target: Path) -> int:
@@ -46,7 +48,8 @@ def free_bytes(target: Path) -> int:
 
 def partial(target: Path) -> Path:
     """The temporary folder beside a target."""
-    return target.with_name(f".{target.name}.autotp-partial")
+    place = Path(os.path.abspath(target))
+    return place.with_name(f".{place.name}.autotp-partial")
 
 
 class Staging:
@@ -71,9 +74,11 @@ class Staging:
             raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(self._lock)
             raise CheckpointError(f"{target}: another run is writing it") from error
+        except OSError:
+            pass  # a file system without locks: nothing tells another run, and nothing is wrong
         try:
             check_target(target)  # the run that held the lock until now may have made it
             self.finished = self._resume(json.loads(json.dumps(job)))
