@@ -169,6 +169,15 @@ def test_twelve_ranks_are_counted_as_numbers(tmp_path):
         merge(tmp_path / "out", tmp_path / "again")
 
 
+def test_many_missing_ranks_are_counted_and_some_named(tmp_path):
+    source = write_checkpoint(tmp_path / "in", {"up.weight": random_tensor("U8", (25, 3))})
+    convert(source, tmp_path / "out", plan={"up": "column"}, tp=12, check="shapes", ranks=[3])
+    with pytest.raises(CheckpointError) as raised:
+        merge(tmp_path / "out", tmp_path / "back")
+    named = ", ".join(f"rank-{rank}-of-12" for rank in (0, 1, 2, 4, 5, 6, 7, 8))
+    assert str(raised.value) == (f"{tmp_path / 'out'}: 11 of 12 rank folders are missing: {named} and 3 more")
+
+
 def test_shared_kv_heads_and_whole_sections(tmp_path):
     """Layouts that no rule of a plan file asks for yet: written by hand, through the same pass."""
     shared = Deal(2, ((0, 1), (0, 1), (1, 2), (1, 2)), declared=2)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 
 import pytest
 import torch
@@ -185,3 +186,27 @@ def test_a_model_with_tied_names_in_four_states(tmp_path, state):
         for sharded in simulate(2, lambda group: (load(group), load(group)(input_ids=ids).logits)):
             assert sharded[0].lm_head.weight is sharded[0].model.embed_tokens.weight
             torch.testing.assert_close(sharded[1], expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_mutants_end_in_tensors_or_one_named_error(tmp_path, zipped):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(TENSORS, path, _use_new_zipfile_serialization=zipped)
+    original, ended = path.read_bytes(), {"read": 0, "refused": 0}
+    for number in range(300):
+        rng, content = random.Random(number), bytearray(original)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(content))
+            if rng.random() < 0.7:
+                content[at] ^= 1 << rng.randrange(8)
+            else:
+                del content[at : at + rng.choice([1, 8, 64])]
+        path.write_bytes(content)
+        try:
+            load_tensors(path)
+            ended["read"] += 1
+        except CheckpointError as error:
+            assert str(error).startswith(f"{path}: ")
+            ended["refused"] += 1
+    assert min(ended.values()) > 10
+    assert os.listdir(tmp_path) == ["pytorch_model.bin"]

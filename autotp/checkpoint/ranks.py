@@ -141,7 +141,8 @@ def _check_folders(folder: Path, homes: list[Path]) -> None:
     there = {entry for entry in folder.iterdir() if RANK_FOLDER.fullmatch(entry.name)}
     missing = [home.name for home in homes if home not in there]
     if missing:
-        _refuse(folder, f"{len(missing)} of {len(homes)} rank folders are missing: {', '.join(missing)}")
+        some = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        _refuse(folder, f"{len(missing)} of {len(homes)} rank folders are missing: {some}")
     extra = sorted(entry.name for entry in there - set(homes))
     if extra:
         _refuse(folder, f"is for tp={len(homes)}, and holds other rank folders too: {', '.join(extra)}")
