@@ -221,7 +221,7 @@ def _notes(whole: Propagation) -> Iterator[Diagnostic]:
     """What a user should know of a proof that holds."""
     for stored in whole.trace.stored:
         layouts = whole.layouts.get(stored.node, [INVARIANT])
-        if isinstance(layouts[0], (Shard, Partial)) and not stored.cached:
+        if isinstance(layouts[0], (Shard, Partial)):
             yield Diagnostic(
                 "AT324",
                 f"the forward leaves {stored.name} on the model, of which each rank holds its own part",

@@ -303,8 +303,9 @@ def _no_other(*models: nn.Module) -> Iterator[None]:
             handle.remove()
         if ran:
             raise UsageError(
-                f"{type(models[0]).__name__}: its {ran[0]} runs when a copy of the model does: the model holds a "
-                "reference to a part of itself that deepcopy does not follow, so ranks cannot be simulated"
+                f"{type(models[0]).__name__}: its {ran[0]} runs when a copy of the model does: the model "
+                "holds a reference to a part of itself that deepcopy does not follow, so ranks cannot be "
+                "simulated"
             )
 
 

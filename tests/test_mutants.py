@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def mutants(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each rule dropped, of another style, gathered, split, re-sectioned, dealt otherwise; and two swapped."""
+    """Each rule dropped, of another style, gathered, split, re-sectioned, dealt otherwise; two swapped."""
     rules = {k: autotp.Rule.model_validate(v).to_data() for k, v in plan.items()}
     rules = {k: v if isinstance(v, dict) else {"style": v} for k, v in rules.items()}
     for name, rule in rules.items():
@@ -61,7 +62,7 @@ def mutants(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             changed = {k: v for k, v in (rule | change).items() if v is not None}
             yield f"{name} with {change}", rules | {name: changed}
     names = list(rules)
-    for first, second in zip(names, names[1:], strict=False):
+    for first, second in pairwise(names):
         yield f"swap {first}, {second}", rules | {first: rules[second], second: rules[first]}
 
 

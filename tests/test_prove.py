@@ -118,3 +118,37 @@ def test_a_row_layer_does_not_sum_what_several_ranks_hold():
     found = propagate(trace, matches, cuts, aliases={}, kinds=kinds, reads={}, regions={}).findings
     assert [f.conflict.code for f in found] == ["AT307"]
     assert "would be counted more than once" in found[0].conflict.message
+
+
+def test_a_stack_that_hands_on_shards_is_proven_layer_by_layer(monkeypatch):
+    """A layer may leave a shard to the next: then what holds of one layer need not hold of all."""
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.layers = nn.ModuleList(nn.GELU() for _ in range(6))
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.last(x)
+
+    seen = []
+    real = modes.capture_modes
+    monkeypatch.setattr(autotp.prove, "capture_modes", lambda m, s: seen.append(len(m.layers)) or real(m, s))
+    analysis = autotp.analyze(Stack(), {"first": "column", "last": "row"}, tp=2)
+    assert analysis.ok and seen == [6]
+    assert autotp.verify(Stack(), {"first": "column", "last": "row"}, tp=2).ok
+
+
+def test_a_shard_left_on_the_model_is_told():
+    class Keeps(models.MLP):
+        def forward(self, x):
+            self.hidden = self.fc1(x)
+            return self.fc2(self.hidden)
+
+    analysis = autotp.analyze(Keeps(), {"fc1": "column", "fc2": "row"}, tp=2)
+    told = [d for d in analysis.diagnostics if d.code == "AT324"]
+    assert analysis.ok and [d.severity for d in told] == ["warning"] and "hidden" in told[0].message

@@ -36,7 +36,12 @@ class Raw(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.pre, self.gate, self.raw, self.post = nn.Linear(16, 16), nn.Linear(16, 1), Raw(), nn.Linear(16, 16)
+        self.pre, self.gate, self.raw, self.post = (
+            nn.Linear(16, 16),
+            nn.Linear(16, 1),
+            Raw(),
+            nn.Linear(16, 16),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.pre(x)
@@ -112,8 +117,8 @@ def test_another_call_than_the_proven_one_raises():
     for message, shape in simulate(2, rank):
         assert shape == (3, 16)
         assert message == (
-            "raw is called with other tensors than when its plan was proven: there is none at [1].scale, but at "
-            "[0][0], [0][1]; shard the model with inputs= that call it this way"
+            "raw is called with other tensors than when its plan was proven: there is none at [1].scale, "
+            "but at [0][0], [0][1]; shard the model with inputs= that call it this way"
         )
 
 

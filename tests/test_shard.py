@@ -254,7 +254,9 @@ def test_layers_that_read_one_value_share_its_copy():
         return layer.self_attn.q_proj.copy_input.value is None
 
     assert simulate(2, rank) == [True, True]
-    backward = [c for c in autotp.analyze(models.llama(), "llama", tp=2).collectives if c.direction == "backward"]
+    backward = [
+        c for c in autotp.analyze(models.llama(), "llama", tp=2).collectives if c.direction == "backward"
+    ]
     assert len(backward) == 2 * 2 + 1  # two a layer, and one of the head
 
 
@@ -283,13 +285,17 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant):
         for name, wanted in grads.items():
             parts = [r[1][name] for r in results]
             merged = whole(parts, wanted)
-            assert torch.allclose(rank_grads[name] if merged is None else merged, wanted, atol=1e-10, rtol=0), name
+            assert torch.allclose(
+                rank_grads[name] if merged is None else merged, wanted, atol=1e-10, rtol=0
+            ), name
 
 
 def _compiled(rank, size):
     model = autotp.shard(models.randomised(models.llama(num_hidden_layers=1)), "llama")
     layer = model.model.layers[0].mlp
-    x = torch.randn(2, 5, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(
+        2, 5, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     layer(x).sum().backward()
     wanted, x.grad = x.grad, None
     with warnings.catch_warnings():  # torch's own, when its compiler meets an autograd.Function

@@ -133,7 +133,7 @@ def test_a_model_that_refers_to_itself_through_a_closure_is_refused():
         def forward(self, x):
             return self.run(x)
 
-    with pytest.raises(autotp.UsageError, match="a reference to a part of itself that deepcopy does not follow"):
+    with pytest.raises(autotp.UsageError, match="a part of itself that deepcopy does not follow"):
         autotp.verify(Closed(), PLAN, tp=2)
 
 

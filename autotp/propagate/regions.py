@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial
 from autotp.trace.graph import Trace
 
 __all__ = ["Region", "border", "regions_for"]
