@@ -41,8 +41,8 @@ class Proof:
     they are read; `regions` the modules with mappings at their border; `calls` how often each module runs;
     `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
     value, in groups; `random` the modules that draw random numbers on a shard. `propagations` are the layouts
-    of each mode's trace (of one mode alone, where it has findings), and `short` says which layers were traced
-    for which others.
+    of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as another
+    one does, and `short` says which layers were traced for which others.
     """
 
     cuts: dict[str, Shard]
@@ -55,6 +55,7 @@ class Proof:
     shared: tuple[tuple[str, ...], ...] = ()
     random: set[str] = field(default_factory=set)
     propagations: dict[str, Propagation] = field(default_factory=dict)
+    covered: Mapping[str, str] = field(default_factory=dict)
     short: Shortened = field(default_factory=Shortened)
 
 
@@ -97,7 +98,7 @@ class _Prover:
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
-        proof.propagations = propagated
+        proof.propagations, proof.covered = propagated, found.covered
         for mode, _ in found.traces:
             whole = propagated.get(mode.name)
             if whole is None:
