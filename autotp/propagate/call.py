@@ -169,12 +169,19 @@ def not_partial(call: Call) -> None:
 def needs_copy(call: Call, value: Value, shard: Value) -> Conflict:
     """A value whose gradient is whole meets one whose gradient is not: the gradient would be a part."""
     what = "the parameter" if value.node.op == "get_attr" else "the value"
+    help: tuple[str, ...] = ()
+    if shard.whole:
+        met = f"{shard.name}, which is read as a copy for use on shards"
+        help = (f"use {shard.name} on sharded values or on whole ones, not on both",)
+    else:
+        met = "a shard" if shard.shard is not None else "a part of a sum"
     return Conflict(
         "AT305",
-        f"{call.name}: {what} {value.name} is the same on every rank and meets a shard: "
+        f"{call.name}: {what} {value.name} is the same on every rank and meets {met}: "
         "its gradient on each rank would be a part of the whole",
         blame=(shard,),
         notes=(f"{value.name}: {list(value.shape)} replicate", f"{shard}"),
+        help=help,
     )
 
 
