@@ -26,10 +26,13 @@ from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, field_validat
 
 from autotp import pattern as patterns
 from autotp import planfile, plantext
-from autotp.diagnostic import PlanError, Span
+from autotp.diagnostic import PlanError, Span, UsageError
 from autotp.planfault import Declared, Source, did_you_mean, in_order, named, quoted, refuse
 from autotp.planschema import plan_schema
 from autotp.rule import Rule, RuleLike
+
+if TYPE_CHECKING:
+    from autotp.analysis import Analysis
 
 __all__ = ["Plan", "Rule", "RuleLike", "as_plan", "plan_for", "shipped_plans"]
 
@@ -181,22 +184,30 @@ class Plan(Declared):
 
         Raises PlanError with every entry that no rule can say, AT114, and UsageError for what has no plan.
         """
-        from autotp import hfplan
+        from autotp import hfplan, hfsource
 
-        return hfplan.plan_of(hfplan.read(source))
+        return hfplan.plan_of(hfsource.read(source))
 
-    def to_transformers(self) -> dict[str, str]:
-        """The dict that transformers takes as a plan, of a plan that came from there.
+    def to_transformers(self, analysis: Analysis | None = None) -> dict[str, str]:
+        """The dict that transformers takes as a plan.
+
+        A plan that came from there is written as it stands. Any other is written by a proven `analysis` of
+        the model that it is for: its names are then whole, and what the proof found is in it.
 
         >>> styles = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
         >>> Plan.from_transformers(styles).to_transformers() == styles
         True
 
-        Raises PlanError with every rule that transformers cannot carry, AT115.
+        Raises PlanError with every rule that transformers cannot carry, AT115, and UsageError for an
+        analysis of another plan or without a proof.
         """
-        from autotp import hfplan
+        from autotp import hfwrite
 
-        return hfplan.written(self)
+        if analysis is None:
+            return hfwrite.from_rules(self)
+        if analysis.plan != self:
+            raise UsageError("the analysis is of another plan")
+        return hfwrite.from_analysis(analysis)
 
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data, in the order of a plan file, without defaults."""
