@@ -55,6 +55,12 @@ def interrupted(target, job, names=("one",)):
         raise Killed
 
 
+def test_what_cannot_be_resumed_leaves_nothing_when_interrupted(tmp_path):
+    with pytest.raises(Killed), Staging(tmp_path / "out", JOB, resumable=False):
+        raise Killed
+    assert os.listdir(tmp_path) == []
+
+
 def test_the_same_job_goes_on_and_another_starts_afresh(tmp_path):
     target = tmp_path / "out"
     interrupted(target, JOB)

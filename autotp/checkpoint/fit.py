@@ -73,16 +73,27 @@ def misfits(
     Without `strict`, tensors that the model has not are no fault.
     """
     return [
-        *_missing(slots, found),
+        *_missing(model, slots, found),
         *(_unexpected(model, stored, found) if strict else ()),
         *_mismatched(model, slots, stored, found, shapes, layouts),
     ]
 
 
-def _missing(slots: Slots, found: Mapping[str, str]) -> list[str]:
-    """Tensors that the checkpoint has under none of their names."""
+def _missing(model: nn.Module, slots: Slots, found: Mapping[str, str]) -> list[str]:
+    """Tensors that the checkpoint has under none of their names, but buffers that the class may miss."""
+    may_miss = _patterns(model, "_keys_to_ignore_on_load_missing")
     absent = [names for names in slots if not any(name in found for name in names)]
-    return [f"  missing: {' or '.join(names)}" for names in absent]
+    return [
+        f"  missing: {' or '.join(names)}"
+        for names in absent
+        if any(tensor.is_meta or isinstance(tensor, nn.Parameter) for tensor in names.values())
+        or not any(pattern.search(name) for pattern in may_miss for name in names)
+    ]
+
+
+def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    """What the class declares of the names in its checkpoints, as transformers' classes do."""
+    return [re.compile(one) for one in getattr(model, attribute, None) or ()]
 
 
 def _unexpected(model: nn.Module, stored: Mapping[str, Stored], found: Mapping[str, str]) -> list[str]:
@@ -94,18 +105,17 @@ def _unexpected(model: nn.Module, stored: Mapping[str, Stored], found: Mapping[s
         for path, module in model.named_modules()
         for key in module._non_persistent_buffers_set
     }
-    computed |= set(resolve(computed, stored, prefix).values())
-    ignored = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    headed = bool(prefix) and any(there == f"{prefix}.{name}" for name, there in found.items())
+    known = used | computed | set(resolve(computed, stored, prefix).values())
+    ignored = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    is_base = bool(prefix) and any(there == f"{prefix}.{name}" for name, there in found.items())
+
+    def of_a_head(name: str) -> bool:  # of a model of which this one is the base
+        return is_base and not name.startswith(f"{prefix}.")
+
     return [
         f"  unexpected: {name}"
         for name in stored
-        if name not in used
-        and name not in computed
-        and not any(pattern.search(name) for pattern in ignored)
-        and not (
-            headed and not name.startswith(f"{prefix}.")
-        )  # the head of a model of which this is the base
+        if name not in known and not of_a_head(name) and not any(pattern.search(name) for pattern in ignored)
     ]
 
 

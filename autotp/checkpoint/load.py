@@ -170,7 +170,7 @@ def _fill(
         for names in slots:
             in_file = [name for name in names if name in found]
             if not in_file:
-                continue  # a real buffer that the checkpoint need not hold
+                continue  # a buffer that the class computes, and that a checkpoint may miss
             first, *others = in_file
             layout = memory.layouts.get(first)
             tensor = loader.read(stored[found[first]], layout, stack)

@@ -31,8 +31,10 @@ __all__ = [
     "open_to_read",
     "read_exactly",
     "read_local",
+    "read_rank",
+    "spans",
+    "typed",
 ]
-__all__ += ["read_rank", "spans", "typed"]
 
 CHUNK = 1 << 20  # bytes of a block
 LONG = 64 << 10  # bytes from which on a piece of a row is read alone

@@ -62,25 +62,26 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int =
     shapes = {name: whole_shape(tensor, layouts.get(name), group) for name, tensor in named.items()}
     files = _files(named, shapes, largest_file)
     digest = xxhash.xxh3_128()
-    with together(group, timeout=SLOWEST_SAVE), ExitStack() as stack:
-        writer = _Writer(target, files, named, shapes, aliases, stack) if group.rank == 0 else None
-        failure: Exception | None = None
-        for name, whole in full_tensors(named, layouts, group, digest):
-            if writer is not None and failure is None:
-                try:
-                    writer.write(name, whole)
-                except CheckpointError as error:  # the others are inside a gather: go on, and tell them after
-                    failure = error
-        if failure is not None:
-            raise failure
+    with ExitStack() as stack:
+        with together(group, timeout=SLOWEST_SAVE):
+            writer = _Writer(target, files, named, shapes, aliases, stack) if group.rank == 0 else None
+            failure: Exception | None = None
+            for name, whole in full_tensors(named, layouts, group, digest):
+                if writer is not None and failure is None:
+                    try:
+                        writer.write(name, whole)
+                    except CheckpointError as error:  # the others are inside a gather: go on, tell them after
+                        failure = error
+            if failure is not None:
+                raise failure
         equal = [theirs == digest.hexdigest() for theirs in group.exchange(digest.hexdigest())]
-        if not all(equal):
+        if not all(equal):  # so on every rank: there is nothing to tell the others
             raise CheckpointError(
-                f"{target}: tensors that every rank holds differ on rank {equal.index(False)}: "
-                "the ranks have drifted apart"
+                f"{target}: tensors that every rank holds differ: the ranks have drifted apart"
             )
-        if writer is not None:
-            writer.finish(model)
+        with together(group, timeout=SLOWEST_SAVE):
+            if writer is not None:
+                writer.finish(model)
 
 
 def full_tensors(
@@ -120,7 +121,7 @@ class _Writer:
         stack: ExitStack,
     ) -> None:
         self.files = files
-        self.staging = stack.enter_context(Staging(target, {"job": "save", "source": []}))
+        self.staging = stack.enter_context(Staging(target, {"job": "save", "source": []}, resumable=False))
         self.places: dict[str, tuple[int, Path, int]] = {}
         self.total = 0
         for file, names in files.items():

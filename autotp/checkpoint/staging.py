@@ -57,14 +57,16 @@ class Staging:
 
     `job` tells what the run does, as JSON data; under "source" it describes the files that it reads. What
     an earlier run of the same job finished is in `finished`, {file: record}. As a context manager it
-    removes the folder when an error ends the run; a killed or interrupted run leaves it, to go on.
+    removes the folder when an error ends the run; a killed or interrupted run leaves it, to go on, unless
+    it is not `resumable`.
     Raises CheckpointError when the target is not free, another run holds the folder, or the source of a
     run that was interrupted has changed.
     """
 
-    def __init__(self, target: Path, job: Mapping[str, Any]) -> None:
+    def __init__(self, target: Path, job: Mapping[str, Any], *, resumable: bool = True) -> None:
         check_target(target)
         self.target = target
+        self.resumable = resumable
         self.path = partial(target)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) or (error is not None and not self.resumable):
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
