@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autotp.checkpoint.merge import merge as merge
     from autotp.checkpoint.reshard import reshard as reshard
     from autotp.clip import clip_grad_norm_ as clip_grad_norm_
+    from autotp.checkpoint.save import save_pretrained as save_pretrained
     from autotp.diagnostic import AutotpError as AutotpError
     from autotp.diagnostic import CheckpointError as CheckpointError
     from autotp.diagnostic import Diagnostic as Diagnostic
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from autotp.diagnostic import UnprovenPath as UnprovenPath
     from autotp.diagnostic import UsageError as UsageError
     from autotp.dry_run import analyze as analyze
+    from autotp.explanation import Explanation as Explanation
+    from autotp.explanation import explain as explain
     from autotp.groups import initialize as initialize
     from autotp.nn.splitting import split as split
     from autotp.plan import Plan as Plan
@@ -45,6 +48,7 @@ __all__ = [
     "AutotpError",
     "CheckpointError",
     "Diagnostic",
+    "Explanation",
     "Plan",
     "PlanError",
     "Rule",
@@ -56,12 +60,14 @@ __all__ = [
     "analyze",
     "clip_grad_norm_",
     "convert",
+    "explain",
     "from_pretrained",
     "initialize",
     "mappings",
     "merge",
     "nn",
     "reshard",
+    "save_pretrained",
     "shard",
     "split",
     "verify",
@@ -73,6 +79,7 @@ _HOME = {
     "AutotpError": "autotp.diagnostic",
     "CheckpointError": "autotp.diagnostic",
     "Diagnostic": "autotp.diagnostic",
+    "Explanation": "autotp.explanation",
     "Plan": "autotp.plan",
     "PlanError": "autotp.diagnostic",
     "Rule": "autotp.plan",
@@ -83,12 +90,14 @@ _HOME = {
     "analyze": "autotp.dry_run",
     "clip_grad_norm_": "autotp.clip",
     "convert": "autotp.checkpoint.convert",
+    "explain": "autotp.explanation",
     "from_pretrained": "autotp.checkpoint.load",
     "initialize": "autotp.groups",
     "mappings": "autotp.mappings",
     "merge": "autotp.checkpoint.merge",
     "nn": "autotp.nn",
     "reshard": "autotp.checkpoint.reshard",
+    "save_pretrained": "autotp.checkpoint.save",
     "shard": "autotp.api",
     "split": "autotp.nn.splitting",
     "verify": "autotp.api",
@@ -97,10 +106,12 @@ _HOME = {
 # Using one of these imports torch, so the installed version is checked first.
 _NEEDS_TORCH = {
     "clip_grad_norm_",
+    "explain",
     "from_pretrained",
     "initialize",
     "mappings",
     "nn",
+    "save_pretrained",
     "shard",
     "split",
     "verify",
