@@ -113,6 +113,26 @@ def one_serial(inputs: int, outputs: int) -> list[Tensor]:
     return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad, layer.weight.detach()]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_double_backward_and_training_with_and_without_overlap(run, overlap: bool) -> None:
+    model = nn.Sequential(serial(6, 9), nn.Tanh(), serial(9, 4))
+    want = overlapped_steps(model)
+    for found in run(overlapped, overlap):
+        close(found, want)
+
+
+def overlapped(group: Group, overlap: bool) -> list[Tensor]:
+    first = column(group, 6, 9, gather_output=False, overlap=overlap)
+    return overlapped_steps(nn.Sequential(first, nn.Tanh(), row(group, 9, 4, input_is_parallel=True)))
+
+
+def overlapped_steps(model: nn.Module) -> list[Tensor]:
+    x = randn(5, 3, 6).requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    return [dx.detach(), x.grad, *steps(model, 6)]
+
+
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", ["column", "row"])

@@ -13,16 +13,16 @@ from autotp.nn.overlap import copied_linear
 from tests.test_mappings import randn
 
 
-def both(group: Group, shape: tuple[int, ...], bias: bool) -> list[list[Tensor]]:
+def all_three(group: Group, shape: tuple[int, ...], bias: bool) -> list[list[Tensor]]:
     found = []
-    for plain in (False, True):
+    for kind in ("overlapped", "in turn", "plain"):
         x = randn(1, *shape, 5).requires_grad_()
         weight = randn(10 + group.rank, 3, 5).requires_grad_()
         added = randn(20 + group.rank, 3).requires_grad_() if bias else None
-        if plain:
+        if kind == "plain":
             y = F.linear(mappings.copy(x, group), weight, added)
         else:
-            y = copied_linear(x, weight, added, group)
+            y = copied_linear(x, weight, added, group, overlap=kind == "overlapped")
         y.backward(randn(30 + group.rank, *y.shape))
         leaves = [leaf for leaf in (x, weight, added) if leaf is not None]
         found.append([y.detach(), *(leaf.grad for leaf in leaves)])
@@ -32,10 +32,11 @@ def both(group: Group, shape: tuple[int, ...], bias: bool) -> list[list[Tensor]]
 @pytest.mark.parametrize("shape", [(4,), (2, 3), ()], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_same_numbers_as_copy_and_linear(run, shape: tuple[int, ...], bias: bool) -> None:
-    for overlapped, plain in run(both, shape, bias):
-        for a, b in zip(overlapped, plain, strict=True):
-            assert a.shape == b.shape
-            torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+    for overlapped, in_turn, plain in run(all_three, shape, bias):
+        for a, b, c in zip(overlapped, in_turn, plain, strict=True):
+            assert a.shape == b.shape == c.shape
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c, rtol=1e-14, atol=1e-14)
 
 
 def test_the_sum_starts_before_the_weight_gradient_and_ends_after_it() -> None:
@@ -51,7 +52,7 @@ def test_the_sum_starts_before_the_weight_gradient_and_ends_after_it() -> None:
 
         group.all_reduce_later = later
         x, weight = randn(1, 4, 5).requires_grad_(), randn(2, 3, 5).requires_grad_()
-        y = copied_linear(x, weight, None, group)
+        y = copied_linear(x, weight, None, group, overlap=True)
 
         class Log(torch.utils._python_dispatch.TorchDispatchMode):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -121,7 +121,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ranks, else (..., out/tp).
 
     `stride` equal sections, or `sections` of these sizes, are each cut on their own: for fused q|k|v or
-    gate|up weights. `init_method` fills the full weight, biases start at zero. `group` is a DeviceMesh
+    gate|up weights. `overlap` lets the input's gradient be summed while the weight's is computed (default:
+    on accelerators). `init_method` fills the full weight, biases start at zero. `group` is a DeviceMesh
     (its axis "tp"), a process group, a `Group`, or None for the default.
 
     Raises UsageError when the sizes, stride and sections do not go together.
@@ -133,6 +134,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     gather_output: bool
     copy_input: bool | SharedCopy
+    overlap: bool | None = None
     shares: bool
     """Whether some rows are held by several ranks, as kv heads are when there are fewer than ranks."""
 
@@ -143,6 +145,7 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: bool = True,
         *,
         gather_output: bool = True,
+        overlap: bool | None = None,
         init_method: InitMethod = nn.init.xavier_normal_,
         stride: int = 1,
         sections: Sequence[int] | None = None,
@@ -173,6 +176,7 @@ class ColumnParallelLinear(_ParallelLinear):
             dtype=dtype,
         )
         self.gather_output, self.copy_input, self.shares = gather_output, True, False
+        self.overlap = overlap
 
     @classmethod
     def adopt(
@@ -207,7 +211,7 @@ class ColumnParallelLinear(_ParallelLinear):
             if bias is not None:
                 bias = mappings.copy_shared(bias, self.group, shard=self.shard)
         if self.copy_input is True:
-            y = copied_linear(input, weight, bias, self.group)
+            y = copied_linear(input, weight, bias, self.group, overlap=self.overlap)
         else:
             x = self.copy_input(input) if self.copy_input else input
             y = F.linear(x, weight, bias)  # (..., in) x (out/tp, in) -> (..., out/tp)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp import mappings
-from autotp.comm import Group, sum_into_later
+from autotp.comm import Group, sum_into, sum_into_later
 
 __all__ = ["copied_linear"]
 
@@ -25,40 +25,47 @@ class _CopiedLinear(torch.autograd.Function):
     """y = linear(copy(x), weight, bias)."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, overlap: bool) -> Tensor:
         return F.linear(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.group = inputs
+        x, weight, _, ctx.group, ctx.overlap = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        dx = dy @ weight  # (..., in), partial; a product is nobody else's, so the sum may be written into it
         if torch.is_grad_enabled():  # to be differentiated again: nothing is hidden from autograd
-            dx = mappings.reduce(dy @ weight, ctx.group)
+            total = mappings.reduce(dx, ctx.group)
             x = mappings.copy(x, ctx.group)
             wait = None
+        elif ctx.overlap:
+            wait = sum_into_later(dx, ctx.group)
         else:
-            wait = sum_into_later(dy @ weight, ctx.group)  # a product is nobody else's
+            total, wait = sum_into(dx, ctx.group), None
         rows = dy.reshape(-1, dy.shape[-1])  # (n, out/tp)
         dweight = rows.t() @ x.reshape(-1, x.shape[-1])
         dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return (dx if wait is None else wait()), dweight, dbias, None
+        return (total if wait is None else wait()), dweight, dbias, None, None
 
 
-def copied_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+def copied_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, overlap: bool | None = None
+) -> Tensor:
     """linear(copy(x), weight, bias): x (..., in), the same on all ranks, -> (..., out/tp).
 
-    The overlap needs a gradient of both x and weight; without, under autocast (which casts inside
-    linear) and in compiled code (whose compiler orders the collectives) it is the plain pair.
+    `overlap` says whether the sum of dX runs while dW is computed; None: on accelerators, and not on the
+    CPU, where both would use the same cores. When not both x and weight need a gradient, under autocast
+    (which casts inside linear) and in compiled code (whose compiler orders the collectives) it is the plain
+    pair.
 
     >>> from autotp.comm import GroupOfOne
     >>> copied_linear(torch.ones(1, 2), torch.ones(3, 2), None, GroupOfOne()).tolist()
     [[2.0, 2.0, 2.0]]
     """
-    overlaps = (
+    fused = (
         group.size > 1
         and torch.is_grad_enabled()
         and x.requires_grad
@@ -66,7 +73,9 @@ def copied_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) 
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
     )
-    if overlaps:
-        y: Tensor = _CopiedLinear.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
+    if fused:
+        if overlap is None:
+            overlap = x.device.type != "cpu"
+        y: Tensor = _CopiedLinear.apply(x, weight, bias, group, overlap)  # type: ignore[no-untyped-call]
         return y
     return F.linear(mappings.copy(x, group), weight, bias)
