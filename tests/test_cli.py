@@ -307,6 +307,7 @@ finally:
         ["plan", "LLAMA", "--tp", "8", "--format", "html"],
         ["convert", "LLAMA", "out", "--tp", "8", "--check", "shapes", "--dry-run"],
         ["verify", "--help"],
+        ["explain", "--help"],
     ],
     ids=" ".join,
 )
@@ -776,7 +777,7 @@ def test_a_plan_that_is_not_shipped():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["plan"], ["check"], ["verify"], ["convert"], ["merge"], ["reshard"], ["plans"]]
+    "command", [[], ["plan"], ["check"], ["explain"], ["verify"], ["convert"], ["merge"], ["reshard"], ["plans"]]
 )
 def test_every_help_has_an_example(command):
     code, out, err = run(*command, "--help")

@@ -15,7 +15,7 @@ from autotp.diagnostic import Diagnostic, Span
 from autotp.placement import Shard
 from autotp.report.table import plan_name, unmatched
 
-__all__ = ["FORM", "diagnostic_data", "dumps", "render"]
+__all__ = ["FORM", "diagnostic_data", "dumps", "place_data", "render"]
 
 FORM = 1
 WIDTH = 110
@@ -136,14 +136,15 @@ def diagnostic_data(finding: Diagnostic) -> dict[str, object]:
         "severity": finding.severity,
         "module": finding.module,
         "message": finding.message,
-        "plan": _place(finding.plan),
-        "source": _place(finding.source),
+        "plan": place_data(finding.plan),
+        "source": place_data(finding.source),
         "notes": list(finding.notes),
         "help": list(finding.help),
     }
 
 
-def _place(span: Span | None) -> dict[str, object] | None:
+def place_data(span: Span | None) -> dict[str, object] | None:
+    """A place in a file as plain data."""
     if span is None:
         return None
     return {"file": span.file, "line": span.line, "column": span.column, "length": span.length}

@@ -10,7 +10,16 @@ from autotp.diagnostic import Diagnostic
 from autotp.placement import Deal, Shard
 from autotp.units import counted
 
-__all__ = ["bytes_words", "count", "deal_words", "findings_words", "parts_words", "shard_words", "shortened"]
+__all__ = [
+    "bytes_words",
+    "count",
+    "cut_words",
+    "deal_words",
+    "findings_words",
+    "parts_words",
+    "shard_words",
+    "shortened",
+]
 
 
 def count(number: int, noun: str) -> str:
@@ -98,6 +107,20 @@ def shard_words(shard: Shard, size: int, noun: str) -> str:
     lengths = "+".join(f"{length}" + ("" if dealt else " whole") for length, dealt in shard.sections)
     parts = [shard.local_size(size, rank) for rank in range(shard.tp)]
     return f"sections {lengths} -> {parts_words(parts)}"
+
+
+def cut_words(shard: Shard, size: int) -> str:
+    """How a value's dim of `size` elements lies on the ranks, in elements.
+
+    >>> from autotp.placement import deal
+    >>> cut_words(Shard(2, deal(3, 2)), 48)
+    'shard dim 2: 48 -> 32 + 16'
+    >>> cut_words(Shard(1, deal(64, 2), groups=2), 128)
+    'shard dim 1: 128 in 2 sections -> 64 + 64'
+    """
+    parts = parts_words([shard.local_size(size, rank) for rank in range(shard.tp)])
+    pieces = len(shard.pieces(size))
+    return f"shard dim {shard.dim}: {size}{f' in {pieces} sections' if pieces > 1 else ''} -> {parts}"
 
 
 def shortened(name: str, width: int) -> str:
