@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from autotp.checkpoint.load import from_pretrained as from_pretrained
     from autotp.checkpoint.merge import merge as merge
     from autotp.checkpoint.reshard import reshard as reshard
-    from autotp.clip import clip_grad_norm_ as clip_grad_norm_
     from autotp.checkpoint.save import save_pretrained as save_pretrained
+    from autotp.clip import clip_grad_norm_ as clip_grad_norm_
     from autotp.diagnostic import AutotpError as AutotpError
     from autotp.diagnostic import CheckpointError as CheckpointError
     from autotp.diagnostic import Diagnostic as Diagnostic
