@@ -425,3 +425,19 @@ def test_a_rank_whose_plan_is_refused_tells_the_others(ranks):
     (other, *_), (own, *_) = ranks(2)(_disagree, "refused")
     assert own.startswith("PlanError: error[AT301]: fc2: ")
     assert other.startswith("UsageError: ") and "rank 1" in other
+
+
+def test_an_output_from_before_does_not_disturb_training():
+    def rank(group):
+        model = models.randomised(models.MLP())
+        x = inputs_of("mlp")["x"]
+        before = model(x)
+        autotp.shard(model, PLAN, group)
+        model(x).sum().backward()
+        with pytest.raises(RuntimeError):
+            before.sum().backward()
+        return model.fc1.weight.grad
+
+    reference = models.randomised(models.MLP())
+    reference(inputs_of("mlp")["x"]).sum().backward()
+    assert torch.allclose(torch.cat(simulate(2, rank)), reference.fc1.weight.grad, atol=1e-10, rtol=0)

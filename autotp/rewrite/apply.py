@@ -127,9 +127,19 @@ def _cut(model: nn.Module, layouts: Mapping[str, Shard], rank: int) -> None:
                 gradient = tensor.grad
                 tensor.grad = None
                 with torch.no_grad():
-                    tensor.data = take(tensor.data, shard, rank)
+                    part = take(tensor.data, shard, rank)
+                    _forget_graphs(tensor)
+                    tensor.data = part
                     if gradient is not None:
                         tensor.grad = take(gradient, shard, rank)
+
+
+def _forget_graphs(tensor: torch.Tensor) -> None:
+    """A graph of a forward before now keeps the tensor's accumulator, which knows its whole shape, and later
+    backward passes would meet it. Another dtype makes torch drop it; the old graph's backward then raises."""
+    if tensor.is_floating_point():
+        other = torch.float32 if tensor.dtype != torch.float32 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
 
 
 def _refuse_training(model: nn.Module, inputs: tuple[Any, ...]) -> None:
