@@ -43,8 +43,8 @@ def open_plan(source: str | Path) -> Source:
         raise _refused(f"no plan is named {named(name)}", help=(TEXT,))
     is_name = isinstance(source, str) and not {"/", "\\"} & set(name) and path.suffix not in SUFFIXES
     if is_name and name in shipped_names():
-        path = plans_folder() / f"{name}.yaml"
-    elif is_name and not there:
+        return read(_text(plans_folder() / f"{name}.yaml"), f"plans/{name}.yaml")
+    if is_name and not there:
         shipped = shipped_names()
         note = f"shipped plans: {', '.join(shipped)}"
         near = did_you_mean(name, shipped)

@@ -9,6 +9,7 @@ Everything above this package (mappings, layers, shard, verify) sees only the `G
 from autotp.comm.group import Group, GroupOfOne
 from autotp.comm.process_group import ProcessGroupGroup, group_of, sum_into, sum_into_later, within
 from autotp.comm.simulated import SimulatedGroup, simulate
+from autotp.versions import check_torch
 
 __all__ = [
     "Group",
@@ -21,3 +22,5 @@ __all__ = [
     "sum_into_later",
     "within",
 ]
+
+check_torch()  # whatever uses ranks comes by here, however it was imported
