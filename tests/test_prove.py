@@ -28,6 +28,7 @@ def facts(analysis):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "plan"),
     [

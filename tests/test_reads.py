@@ -32,10 +32,11 @@ def qwen3(**changes):
     [
         (models.Learned, PLAN, {"scale": (True, False)}),
         (models.PerFeature, PLAN, {"scale": (True, True), "offset": (False, True)}),
-        (
+        pytest.param(
             qwen3,
             dict(autotp.Plan.load("llama").rules),
             {f"model.layers.{i}.self_attn.{n}_norm.weight": (True, False) for i in range(2) for n in "qk"},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["number", "per feature", "qwen3"],

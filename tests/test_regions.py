@@ -133,6 +133,7 @@ def mixtral():
     ).eval()  # fmt: skip
 
 
+@pytest.mark.slow
 def test_experts_of_transformers_are_cut_inside():
     heads = {"style": "column", "heads": "num_key_value_heads"}
     plan = {

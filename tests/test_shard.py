@@ -104,18 +104,24 @@ def compare(name, results):
     assert cut >= 2
 
 
-@pytest.mark.parametrize("name", MODELS)
+def quickly(names):
+    """The large models but MiniLM only in the slow set."""
+    large = {"llama", "llama_tied", "bert"}
+    return [pytest.param(n, marks=pytest.mark.slow) if n in large else n for n in names]
+
+
+@pytest.mark.parametrize("name", quickly(MODELS))
 def test_two_real_ranks_equal_the_unsharded_model(name, ranks):
     compare(name, ranks(2)(on_a_rank, name))
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize("name", [n for n in MODELS if n != "minilm"])
+@pytest.mark.parametrize("name", quickly(n for n in MODELS if n != "minilm"))
 def test_simulated_ranks_equal_the_unsharded_model(name, tp):
     compare(name, simulate(tp, lambda group: sharded_step(group, name)))
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", quickly(["mlp", "llama"]))
 def test_simulated_and_real_ranks_agree(name, ranks):
     real = ranks(2)(on_a_rank, name)
     simulated = simulate(2, lambda group: sharded_step(group, name))
@@ -276,6 +282,7 @@ def _checkpointed(group, reentrant):
     return *outs[-1], {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(reentrant):
     out, grads, _ = _checkpointed(None, reentrant)
@@ -304,6 +311,7 @@ def _compiled(rank, size):
     return torch.equal(wanted, x.grad)
 
 
+@pytest.mark.slow
 def test_a_sharded_mlp_compiles_in_one_graph(ranks):
     assert ranks(2)(_compiled) == [True, True]
 
