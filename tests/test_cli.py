@@ -777,7 +777,11 @@ def test_a_plan_that_is_not_shipped():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["plan"], ["check"], ["explain"], ["verify"], ["convert"], ["merge"], ["reshard"], ["plans"]]
+    "command",
+    [
+        [],
+        *([name] for name in ["plan", "check", "explain", "verify", "convert", "merge", "reshard", "plans"]),
+    ],
 )
 def test_every_help_has_an_example(command):
     code, out, err = run(*command, "--help")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated
 
 import typer
@@ -11,6 +12,19 @@ from autotp.cli.target import TARGET, analyze_target
 from autotp.diagnostic import Diagnostic, PlanError
 
 __all__ = ["command"]
+
+
+def _explained(code: str | None) -> None:
+    """What a code means; nothing else is done then."""
+    if code is None:
+        return
+    from autotp.codes import CODES, meaning
+
+    if code.upper() not in CODES:
+        near = difflib.get_close_matches(code.upper(), CODES, n=3)
+        raise typer.BadParameter(f"there is no code {code}; near are {', '.join(near) or 'none'}")
+    write(meaning(code.upper()))
+    raise typer.Exit
 
 
 @guarded
@@ -24,6 +38,17 @@ def command(
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks, with TARGET.")] = 2,
     format: Annotated[Format, typer.Option("--format", help="Form of the findings.")] = Format.text,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            "--explain",
+            metavar="CODE",
+            callback=_explained,
+            is_eager=True,
+            help="Say what the code of a finding means, and exit.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
     """Find the faults of a plan, each with its line: what cannot be read, and what TARGET contradicts.
 
@@ -31,6 +56,7 @@ def command(
     Examples:
       autotp check my-plan.yaml
       autotp check my-plan.yaml ./my-model --tp 8
+      autotp check --explain AT203
 
     Exit code: 0 fine, 1 the plan has faults, 2 usage or unreadable files.
     """

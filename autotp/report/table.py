@@ -14,7 +14,6 @@ from autotp.cost import collapsed, held_bytes
 from autotp.inventory import TensorInfo
 from autotp.pattern import matches
 from autotp.report.words import bytes_words, findings_words, shard_words
-from autotp.shipped import plans_folder
 from autotp.units import unit_name
 
 if TYPE_CHECKING:
@@ -56,11 +55,15 @@ def plan_name(plan: Plan, given: str = "") -> str:
     >>> plan_name(Plan.load("bert")), plan_name(Plan(rules={"fc1": "column"}))
     ('bert (shipped)', 'given in code')
     """
+    from autotp.plan import Plan, shipped_plans
+
     span = next(filter(None, map(plan.span, plan.rules)), None)
     if span is None:
         return given or "given in code"
-    path = Path(span.file)
-    return f"{path.stem} (shipped)" if path.parent == plans_folder() else span.file
+    name = Path(span.file).stem
+    if span.file == f"plans/{name}.yaml" and name in shipped_plans() and Plan.load(name) == plan:
+        return f"{name} (shipped)"  # a shipped plan bears its place in the project
+    return span.file
 
 
 def written_plan_name(plan: Plan) -> str:
