@@ -122,15 +122,15 @@ def test_another_call_than_the_proven_one_raises():
         )
 
 
-def mixtral():
+def mixtral(**changes):
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=12,
-            num_key_value_heads=6, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
-        )
-    ).eval()  # fmt: skip
+    sizes = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 12, "num_key_value_heads": 6, "max_position_embeddings": 64,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **changes})).eval()
 
 
 @pytest.mark.slow
@@ -151,3 +151,18 @@ def test_experts_of_transformers_are_cut_inside():
     whole = plan | {"experts.gate_up_proj": {"style": "column", "dim": 1}}
     codes = [d.code for d in autotp.analyze(mixtral(), whole, tp=2).diagnostics if d.severity == "error"]
     assert codes == ["AT309"]
+
+
+@pytest.mark.slow
+def test_widths_that_the_kernel_refuses_are_refused_and_blocks_of_them_are_exact():
+    plan = {
+        "experts.gate_up_proj": {"style": "column", "dim": 1, "sections": 2},
+        "experts.down_proj": {"style": "row", "dim": 2},
+    }
+    found = [
+        d for d in autotp.analyze(mixtral(intermediate_size=68), plan, tp=2).diagnostics if d.code == "AT318"
+    ]
+    assert found and "the ranks would hold 34" in found[0].message
+    assert found[0].help == ("deal blocks of 4: `heads: 17`",)
+    blocks = {name: rule | {"heads": 17} for name, rule in plan.items()}
+    assert autotp.verify(mixtral(intermediate_size=68), blocks, tp=2).ok  # 36 + 32
