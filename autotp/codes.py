@@ -169,6 +169,10 @@ CODES: dict[str, Code] = {
         "An in-place op would write a result into a tensor that is laid out differently.",
         "Use the op that returns a new tensor.",
     ),
+    "AT318": Code(
+        "A grouped product takes widths of whole 16-byte blocks, and a rank's width is none.",
+        "Deal blocks by `heads`, as the finding says.",
+    ),
     "AT320": Code(
         "The forward cannot be traced.",
         "Pass inputs with which it runs; shapes alone can be checked without a proof.",

@@ -89,6 +89,18 @@ class Overwrites(models.Learned):
         return self.fc2(self.fc1(x) * scale)
 
 
+class Experts(nn.Module):
+    """Three experts, whose rows one kernel multiplies in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 16, 72, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 4, 6], dtype=torch.int32)
+        return F.grouped_mm(x, self.up, offs=ends).sum(-1)
+
+
 class Asks(models.MLP):
     """Decides by a value."""
 
@@ -221,6 +233,9 @@ EXAMPLES: dict[str, Example] = {
     "AT304": _live(GOOD, Fourier),
     "AT310": _live("rules:\n  fc1: column\n  down: {style: row, dim: 1}\n", Summed),
     "AT317": _live(GOOD, Overwrites),
+    "AT318": _live(
+        "rules:\n  up: {style: column, dim: 2}\n", Experts, inputs=torch.zeros(6, 16, dtype=torch.bfloat16)
+    ),
     "AT320": _live(GOOD, Asks, inputs=torch.ones(2, 16)),
     "AT323": _live(GOOD, Custom),
     "AT324": _live(GOOD, Keeps),
