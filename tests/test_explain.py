@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.explanation import Mapped
+from autotp.decide import decide_with_proof
+from autotp.explanation import Explanation, Mapped
+from autotp.propagate.along import along
 from tests import models
 from tests.test_cli import here, plan_file, run  # noqa: F401  (a fixture)
 from tests.test_cli import models as factories  # noqa: F401  (a fixture)
@@ -227,6 +229,38 @@ def test_modes():
 def test_a_module_that_does_not_run():
     with pytest.raises(autotp.UsageError, match="spare does not run in any mode that was traced"):
         autotp.explain(models.Unused(), "spare", {"fc1": "column", "fc2": "row"}, tp=2)
+
+
+def test_a_list_of_layers_names_what_is_in_it():
+    with pytest.raises(autotp.UsageError) as raised:
+        autotp.explain(Stack(), "layers", PLAN, tp=2)
+    assert str(raised.value) == (
+        "layers does not run in any mode that was traced\n"
+        "  = help: name a module in it: layers.0, layers.1, layers.2 and 3 more"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factory", "plan"),
+    [(models.bert, "bert"), (models.llama, "llama"), (models.llama, REFUSALS / "k_forgotten.yaml")],
+)
+def test_every_module_in_every_mode_can_be_explained(factory, plan):
+    """On one proof: no module, container, mode or refusal ends in another error."""
+    model = factory()
+    analysis, proof = decide_with_proof(model, plan, tp=2)
+    told = 0
+    for path, module in model.named_modules():
+        for mode in (None, *proof.propagations, *proof.covered):
+            start = Explanation("M", path, "K", "p", 2, diagnostics=analysis.diagnostics)
+            try:
+                found = along(start, module, proof, mode)
+            except autotp.UsageError:
+                continue
+            assert json.loads(found.to_json())["ok"] is analysis.ok
+            assert len(str(found).partition("\nerror")[0].splitlines()) < 80
+            told += 1
+    assert told > 3 * len(proof.propagations)
 
 
 def test_nothing_is_touched():

@@ -41,8 +41,8 @@ def along(found: Explanation, module: nn.Module, proof: Proof, mode: str | None)
     runs.sort(key=lambda m: not proof.propagations[m].findings)  # a refusal is what people ask about
     if not runs or (mode is not None and mode not in runs):
         where = f"in {mode} mode" if mode is not None else "in any mode that was traced"
-        elsewhere = f"\n  = help: it runs in {'; '.join(runs)}" if runs else ""
-        raise UsageError(f"{found.module} does not run {where}{elsewhere}")
+        help = f"it runs in {'; '.join(runs)}" if runs else _inside(found.module, module)
+        raise UsageError(f"{found.module} does not run {where}" + (f"\n  = help: {help}" if help else ""))
     walk = _Walk(proof.propagations[mode or runs[0]], traced, proof.shared)
     return replace(
         found,
@@ -253,6 +253,13 @@ class _Walk:
         if name == self.path:
             return ""
         return name.removeprefix(f"{self.path}.") if self.path else name
+
+
+def _inside(path: str, module: nn.Module) -> str:
+    """What to name instead of a container: the modules in it."""
+    names = [f"{path}.{name}" for name, _ in module.named_children()]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"name a module in it: {', '.join(names[:3])}{more}" if names else ""
 
 
 def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
