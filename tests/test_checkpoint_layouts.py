@@ -5,9 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
 
-import autotp.hf
+import autotp.decide
 from autotp.checkpoint import convert
 from autotp.checkpoint.folder import open_folder
 from autotp.checkpoint.inventory import describe_tensors
@@ -34,6 +45,25 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=6, num_key_value_heads=3)),
     "llama tied": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES, num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=True)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(
+            **SIZES | {"intermediate_size": 48},
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            num_local_experts=2,
+            pad_token_id=0,
+        )
+    ),
+    "vit": lambda: ViTModel(
+        ViTConfig(
+            hidden_size=24,
+            intermediate_size=37,
+            num_hidden_layers=1,
+            num_attention_heads=3,
+            image_size=16,
+            patch_size=8,
+        )
     ),
 }
 
@@ -108,14 +138,14 @@ def test_a_plan_that_the_proof_refuses(tmp_path):
 
 def test_headers_and_proof_that_disagree(tmp_path, monkeypatch):
     _, folder = saved("bert", tmp_path)
-    plan, real = plan_for("bert"), autotp.hf.prove
+    plan, real = plan_for("bert"), autotp.decide.decide
     name = "encoder.layer.0.intermediate.dense.weight"
 
     def altered(*args, **kwargs):
         analysis = real(*args, **kwargs)
         return replace(analysis, layouts={**analysis.layouts, name: Shard(1, deal(24, 2))})
 
-    monkeypatch.setattr(autotp.hf, "prove", altered)
+    monkeypatch.setattr(autotp.decide, "decide", altered)
     with pytest.raises(CheckpointError) as raised:
         decide_layouts(tmp_path, entries_of(folder), folder.config, plan, 2, "layouts")
     assert str(raised.value) == (
@@ -142,3 +172,85 @@ def test_what_cannot_be_built_needs_shapes(tmp_path):
     with pytest.raises(CheckpointError, match=r'no config.json.*\n.*check="shapes"'):
         convert(source, tmp_path / "out", plan={"up": "column"}, tp=2)
     assert not (tmp_path / "out").exists()
+
+
+def refusal(folder, out, **options):
+    with pytest.raises(CheckpointError) as raised:
+        convert(folder, out, tp=2, **options)
+    assert not out.exists()
+    return str(raised.value)
+
+
+def test_names_that_are_not_the_models_are_refused_before_anything_is_written(tmp_path):
+    """transformers writes a ViT under the names of its older self: no layer would be found to cut."""
+    model, folder = saved("vit", tmp_path / "in")
+    stored = sorted(name for name in folder.tensors() if name.startswith("encoder."))
+    own = [name for name in model.state_dict() if name.startswith("layers.")]
+    assert len(stored) == len(own) == 16
+    expected = [
+        f"{tmp_path / 'in'}: lacks 16 tensors of ViTModel, the model that its config.json describes",
+        *(f"  missing: {name}" for name in own[:5]),
+        "  missing: 11 more",
+        *(f"  unexpected: {name}" for name in stored[:5]),
+        "  unexpected: 11 more",
+        "  = help: if the checkpoint is written under other names than ViTModel has, load it in transformers "
+        "and save the model's state_dict() under its own names with safetensors, or give a plan for the "
+        'stored names and check="shapes"; if it is of another class, name that in config.json\'s '
+        "architectures",
+    ]
+    assert refusal(tmp_path / "in", tmp_path / "out").splitlines() == expected
+    assert refusal(tmp_path / "in", tmp_path / "out", dry_run=True).splitlines() == expected
+    save_file(model.state_dict(), tmp_path / "in" / "model.safetensors")  # the first remedy
+    assert "layers.0.mlp.fc1.weight" in load_layouts(tmp_path / "in", tmp_path / "out")
+    assert from_pretrained(tmp_path / "in", check="shapes") is not None
+
+
+def load_layouts(folder, out):
+    convert(folder, out, tp=2)
+    return load_manifest(out).layouts
+
+
+@pytest.mark.slow
+def test_experts_stored_one_by_one_are_refused(tmp_path):
+    saved("mixtral", tmp_path / "in")
+    lines = refusal(tmp_path / "in", tmp_path / "out").splitlines()
+    assert lines[0].endswith(
+        ": lacks 3 tensors of MixtralForCausalLM, the model that its config.json describes"
+    )
+    assert lines[1:5] == [
+        "  missing: model.layers.0.mlp.gate.weight",
+        "  missing: model.layers.0.mlp.experts.gate_up_proj",
+        "  missing: model.layers.0.mlp.experts.down_proj",
+        "  unexpected: model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    ]
+
+
+LACKING = [("llama", "lm_head.weight"), ("llama", "model.layers.0.mlp.up_proj.weight"), ("llama tied", "")]
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    SLOW_LACKING,
+)
+def test_any_tensor_that_the_model_needs_must_be_there(tmp_path, name, lost):
+    """Also one that the plan leaves whole, and a tied one under neither of its names."""
+    saved(name, tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    del tensors[lost or "model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    assert refusal(tmp_path / "in", tmp_path / "out") == (
+        f"{tmp_path / 'in'}: lacks a tensor of LlamaForCausalLM, the model that its config.json describes\n"
+        f"  missing: {lost or 'model.embed_tokens.weight or lm_head.weight'}\n"
+        "  = help: add what is missing, or name the class that was saved in config.json's architectures; "
+        'check="shapes" cuts what is there, without a proof'
+    )
+
+
+def test_tensors_that_the_model_has_not_travel_whole(tmp_path):
+    saved("llama tied", tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "more": torch.ones(3)}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    layouts = load_layouts(tmp_path / "in", tmp_path / "out")
+    assert "model.embed_tokens.weight" in layouts and "more" not in layouts
+    assert "more" in load_file(tmp_path / "out" / "rank-1-of-2" / "model.safetensors")

@@ -1,6 +1,6 @@
 """Names in a model and in a checkpoint that mean the same tensor."""
 
-from autotp.checkpoint.names import base_prefix, resolve
+from autotp.checkpoint.names import resolve
 
 BASE = ["embeddings.weight", "layer.0.LayerNorm.weight", "layer.0.LayerNorm.bias"]
 FULL = [f"bert.{name}" for name in BASE] + ["head.weight"]
@@ -8,14 +8,12 @@ FULL = [f"bert.{name}" for name in BASE] + ["head.weight"]
 
 def test_the_same_names():
     assert resolve(BASE, BASE, "bert") == dict(zip(BASE, BASE, strict=True))
-    assert base_prefix(BASE, BASE) == "" and base_prefix(FULL, FULL) == ""
 
 
 def test_a_base_in_a_model_with_a_head_and_the_reverse():
     up = dict(zip(BASE, FULL, strict=False))
     assert resolve(BASE, FULL, "bert") == up
     assert resolve(FULL, BASE, "bert") == {full: base for base, full in up.items()}
-    assert base_prefix(BASE, FULL) == base_prefix(FULL, BASE) == "bert"
 
 
 def test_gamma_and_beta():
@@ -25,4 +23,3 @@ def test_gamma_and_beta():
 
 def test_nothing_is_guessed():
     assert resolve(["a.weight"], ["b.weight", "a.bias", "x.a.weight"], "bert") == {}
-    assert base_prefix(["a.weight"], ["b.weight"]) == ""

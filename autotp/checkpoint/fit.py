@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from autotp.checkpoint.names import resolve
+from autotp.diagnostic import CheckpointError
 from autotp.header import Entry
 from autotp.placement import Shard
 
-__all__ = ["DTYPES", "NAMES", "Slots", "Stored", "misfits", "slots_of"]
+__all__ = ["DTYPES", "NAMES", "Slots", "Stored", "check_complete", "misfits", "slots_of"]
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -25,6 +26,7 @@ DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHOWN = 5  # names of one kind that a message lists
 Slots = list[dict[str, torch.Tensor]]  # every parameter and persistent buffer once, under all its names
 
 
@@ -73,18 +75,55 @@ def misfits(
     Without `strict`, tensors that the model has not are no fault.
     """
     return [
-        *_missing(model, slots, found),
-        *(_unexpected(model, stored, found) if strict else ()),
+        *(f"  missing: {names}" for names in _missing(model, slots, found)),
+        *(f"  unexpected: {name}" for name in (_unexpected(model, stored, found) if strict else ())),
         *_mismatched(model, slots, stored, found, shapes, layouts),
     ]
 
 
+def check_complete(source: Path, model: nn.Module, stored: Collection[str], found: Mapping[str, str]) -> None:
+    """Refuse a checkpoint that lacks a tensor of its model, which could then not be loaded.
+
+    `stored` are the checkpoint's names, `found` maps the model's to them. Raises CheckpointError with some of
+    the names that are missing, and of those that the model has not: they tell what it was written as.
+    """
+    absent = _missing(model, slots_of(model), found)
+    if not absent:
+        return
+    strange, kind = _unexpected(model, stored, found), type(model).__name__
+    has = "a tensor" if len(absent) == 1 else f"{len(absent)} tensors"
+    lines = [f"{source}: lacks {has} of {kind}, the model that its config.json describes"]
+    lines += _some("missing", absent) + _some("unexpected", strange)
+    if strange:
+        lines.append(
+            f"  = help: if the checkpoint is written under other names than {kind} has, load it in "
+            "transformers and save the model's state_dict() under its own names with safetensors, or give "
+            'a plan for the stored names and check="shapes"; if it is of another class, name that in '
+            "config.json's architectures"
+        )
+    else:
+        lines.append(
+            "  = help: add what is missing, or name the class that was saved in config.json's architectures; "
+            'check="shapes" cuts what is there, without a proof'
+        )
+    raise CheckpointError("\n".join(lines))
+
+
+def _some(word: str, names: list[str]) -> list[str]:
+    """The first names, a line each, and how many more there are."""
+    more = len(names) - SHOWN
+    return [f"  {word}: {name}" for name in names[:SHOWN]] + [f"  {word}: {more} more"] * (more > 0)
+
+
 def _missing(model: nn.Module, slots: Slots, found: Mapping[str, str]) -> list[str]:
-    """Tensors that the checkpoint has under none of their names, but buffers that the class may miss."""
+    """Tensors that the checkpoint has under none of their names, but for buffers that the class may miss.
+
+    A tied one is told under all its names, joined by "or".
+    """
     may_miss = _patterns(model, "_keys_to_ignore_on_load_missing")
     absent = [names for names in slots if not any(name in found for name in names)]
     return [
-        f"  missing: {' or '.join(names)}"
+        " or ".join(names)
         for names in absent
         if any(tensor.is_meta or isinstance(tensor, nn.Parameter) for tensor in names.values())
         or not any(pattern.search(name) for pattern in may_miss for name in names)
@@ -96,8 +135,8 @@ def _patterns(model: nn.Module, attribute: str) -> list[re.Pattern[str]]:
     return [re.compile(one) for one in getattr(model, attribute, None) or ()]
 
 
-def _unexpected(model: nn.Module, stored: Mapping[str, Stored], found: Mapping[str, str]) -> list[str]:
-    """Tensors that the model has not, and neither computes nor declares that it ignores them."""
+def _unexpected(model: nn.Module, stored: Collection[str], found: Mapping[str, str]) -> list[str]:
+    """Names that the model has not, and neither computes nor declares that it ignores them."""
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     used = set(found.values())
     computed = {
@@ -113,7 +152,7 @@ def _unexpected(model: nn.Module, stored: Mapping[str, Stored], found: Mapping[s
         return is_base and not name.startswith(f"{prefix}.")
 
     return [
-        f"  unexpected: {name}"
+        name
         for name in stored
         if name not in known and not of_a_head(name) and not any(pattern.search(name) for pattern in ignored)
     ]

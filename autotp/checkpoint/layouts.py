@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autotp.checkpoint.inventory import describe_tensors
-from autotp.checkpoint.names import base_prefix, resolve
+from autotp.checkpoint.names import resolve
 from autotp.diagnostic import CheckpointError, PlanError, UsageError, errors
 from autotp.header import Entry
 from autotp.match import Matches, match
@@ -77,21 +77,25 @@ def _proven(
     """The layouts as they are proven on the model, under the checkpoint's names.
 
     Only a row rule without heads leaves its units to the proof. Tensors that the model has not are carried
-    whole; one that it has in another shape is an error.
+    whole; one that it has in another shape is an error, and so is one that the checkpoint lacks.
     """
-    from autotp.hf import prove
+    from autotp.checkpoint.fit import check_complete
+    from autotp.decide import decide
+    from autotp.hf import build
 
     with ExitStack() as stack:
-        model = source
+        described = source
         home = source if source.is_dir() else source.parent
         if config and not (home / "config.json").exists():  # one that was made from Meta's params.json
-            model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            (model / "config.json").write_text(json.dumps(config))
-        analysis = prove(model, matches.plan, matches.tp)
+            described = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            (described / "config.json").write_text(json.dumps(config))
+        model = build(described)
+    analysis = decide(model, matches.plan, tp=matches.tp)
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
     known = analysis.inventory.tensors()
-    names = resolve(known, there, base_prefix(known, there))
+    names = resolve(known, there, str(getattr(model, "base_model_prefix", "") or ""))
+    check_complete(source, model, there, names)
     for name, spelled in names.items():
         if known[name].shape != there[spelled].shape:
             held, needed = list(there[spelled].shape), list(known[name].shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-__all__ = ["base_prefix", "resolve"]
+__all__ = ["resolve"]
 
 OLD = {"weight": "gamma", "bias": "beta"}
 
@@ -33,13 +33,3 @@ def resolve(wanted: Iterable[str], there: Collection[str], prefix: str) -> dict[
         if chosen is not None:
             found[name] = chosen
     return found
-
-
-def base_prefix(wanted: Collection[str], there: Collection[str]) -> str:
-    """The prefix by which most names are found, where nobody tells it; empty when they fit as they are.
-
-    >>> base_prefix(["pooler.bias"], ["bert.pooler.bias", "head.bias"])
-    'bert'
-    """
-    firsts = sorted({name.partition(".")[0] for names in (wanted, there) for name in names if "." in name})
-    return max(["", *firsts], key=lambda prefix: len(resolve(wanted, there, prefix)))
