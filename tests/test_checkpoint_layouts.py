@@ -230,7 +230,7 @@ LACKING = [("llama", "lm_head.weight"), ("llama", "model.layers.0.mlp.up_proj.we
 
 @pytest.mark.parametrize(
     ("name", "lost"),
-    SLOW_LACKING,
+    [("llama", "model.norm.weight"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LACKING)],
 )
 def test_any_tensor_that_the_model_needs_must_be_there(tmp_path, name, lost):
     """Also one that the plan leaves whole, and a tied one under neither of its names."""
