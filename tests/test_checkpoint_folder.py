@@ -129,6 +129,22 @@ def test_a_companion_that_leads_out_is_refused(tmp_path):
     assert refusal(folder) == f"{folder / 'fifo'}: is not a regular file"
 
 
+@pytest.mark.parametrize("config", ["", "{", "[]"])
+def test_a_folder_that_is_no_checkpoint_is_refused_for_that(tmp_path, monkeypatch, config):
+    """And not for what lies in it, nor after a walk through all of it: /tmp holds links and pipes."""
+    (tmp_path / "link").symlink_to("/etc/hostname")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "config.json").write_text(config)
+    monkeypatch.setattr(os, "walk", lambda *args: pytest.fail("walked through the folder"))
+    tried = f"looked for {INDEX}, model.safetensors and one *.safetensors"
+    assert refusal(tmp_path) == f"{tmp_path}: holds no checkpoint: {tried}; found none"
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}')
+    assert refusal(tmp_path) == f"{tmp_path / INDEX}: 1 of its 1 files are missing: x.safetensors"
+    (tmp_path / INDEX).unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    assert refusal(tmp_path).startswith(f"{tmp_path / 'model.safetensors'}: ")
+
+
 def test_what_travels_along(tmp_path):
     folder = write_checkpoint(tmp_path, TENSORS, config={})
     (folder / "1_Pooling").mkdir()

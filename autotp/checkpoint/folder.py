@@ -91,20 +91,25 @@ def _open(path: Path) -> Folder:
         )
     if not path.is_dir():
         _refuse(path, "there is no such folder or file")
-    config, companions = read_config(path), companions_of(path)
+    files, index = _weights(path)  # first: a folder without any is refused before it is walked through
+    return Folder(path, files, read_config(path), index, companions_of(path))
+
+
+def _weights(path: Path) -> tuple[tuple[Header, ...], bytes | None]:
+    """The weight files of a folder, and the text of its index if it has one."""
     if (path / INDEX).exists():
         text = read_text(_inside(path, INDEX))
         table = weight_map(path, INDEX, text, ".safetensors")
         files = tuple(read_header(path / name) for name in sorted(set(table.values())))
         check_index(path, INDEX, table, {file.path.name: file.tensors for file in files})
-        return Folder(path, files, config, text, companions)
-    if not (path / SINGLE).exists():
-        single = sorted(path.glob("*.safetensors"))
-        if len(single) != 1:
-            found = f"found {', '.join(file.name for file in single)}" if single else _others(path)
-            _refuse(path, f"holds no checkpoint: looked for {INDEX}, {SINGLE} and one *.safetensors; {found}")
-        return Folder(path, (read_header(_inside(path, single[0].name)),), config, companions=companions)
-    return Folder(path, (read_header(_inside(path, SINGLE)),), config, companions=companions)
+        return files, text
+    if (path / SINGLE).exists():
+        return (read_header(_inside(path, SINGLE)),), None
+    single = sorted(path.glob("*.safetensors"))
+    if len(single) != 1:
+        found = f"found {', '.join(file.name for file in single)}" if single else _others(path)
+        _refuse(path, f"holds no checkpoint: looked for {INDEX}, {SINGLE} and one *.safetensors; {found}")
+    return (read_header(_inside(path, single[0].name)),), None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
