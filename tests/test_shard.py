@@ -396,10 +396,9 @@ def _disagree(rank, size, how):
     if how == "refused" and rank == 1:
         plan = {"fc1": "column"}
     mesh = None
-    if how == "tp" and rank == 1:
-        from autotp.comm import GroupOfOne
-
-        mesh = GroupOfOne()
+    if how == "tp":
+        apart = torch.distributed.init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))
+        mesh = apart if rank == 1 else None
     started = time.monotonic()
     try:
         autotp.shard(model, plan, mesh)
@@ -449,3 +448,9 @@ def test_an_output_from_before_does_not_disturb_training():
     reference = models.randomised(models.MLP())
     reference(inputs_of("mlp")["x"]).sum().backward()
     assert torch.allclose(torch.cat(simulate(2, rank)), reference.fc1.weight.grad, atol=1e-10, rtol=0)
+
+
+def test_ranks_with_another_tp_are_told_on_all_of_them(ranks):
+    for said, seconds, untouched in ranks(2)(_disagree, "tp"):
+        assert said.startswith("UsageError: ") and "group" in said
+        assert seconds < 20 and untouched
