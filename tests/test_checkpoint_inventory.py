@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from autotp.checkpoint import inventory
+import autotp
+from autotp.checkpoint import convert, inventory, merge
+from autotp.checkpoint.manifest import load_manifest
 from autotp.diagnostic import CheckpointError
-from tests.checkpoints import llama, minilm_folder, random_tensor, write_checkpoint
+from tests.checkpoints import llama, minilm_folder, random_tensor, tree, write_checkpoint
 
 
 def test_modules_in_natural_order_with_shapes_and_kinds(tmp_path):
@@ -48,6 +50,61 @@ def test_tied_names_are_one_tensor_only_where_the_config_says_so(tmp_path, says,
 
 def test_one_name_alone_is_not_tied_to_anything(tmp_path):
     tensors, config = llama(tied=True)
+    assert inventory(write_checkpoint(tmp_path, tensors, config=config)).aliases == {}
+
+
+def biased_head(head, *, says, words=33, width=8, bias=33, weight=False):
+    """What is stored of an embedding and of a head with a bias of its own."""
+    tensors = {
+        "bert.embeddings.word_embeddings.weight": random_tensor("F16", (words, width)),
+        "bert.embeddings.position_embeddings.weight": random_tensor("F16", (33, width)),
+        f"{head}.bias": random_tensor("F16", (bias,)),
+    }
+    if weight:
+        tensors[f"{head}.weight"] = random_tensor("F16", (words, width))
+    return tensors, {} if says is None else {"tie_word_embeddings": says}
+
+
+HEADS = ["vocab_projector", "generator_lm_head", "decoder", "cls.predictions.decoder", "lm_head"]
+
+
+@pytest.mark.parametrize("says", [True, None])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_head_may_have_a_bias_of_its_own_and_no_weight(tmp_path, head, says):
+    tensors, config = biased_head(head, says=says)
+    write_checkpoint(tmp_path / "in", tensors, config=config)
+    found = inventory(tmp_path / "in")
+    first = "bert.embeddings.word_embeddings.weight"
+    assert found.aliases == {f"{head}.weight": first}
+    weight, bias = found.modules[head].tensors.values()
+    assert (weight.name, weight.shape, weight.dtype) == (f"{head}.weight", (33, 8), "F16")
+    assert (bias.name, bias.shape) == (f"{head}.bias", (33,))
+    plan = {"word_embeddings": "vocab", head: {"style": "column", "gather_output": True}}
+    analysis = autotp.analyze(tmp_path / "in", plan, tp=2, check="shapes")
+    assert analysis.ok and sum(analysis.rank_bytes) == (33 * 8 + 2 * 33 * 8 + 33) * 2
+    for digest in ("xxh3", "none"):
+        convert(tmp_path / "in", tmp_path / digest, plan=plan, tp=2, check="shapes", digest=digest)
+        assert set(load_manifest(tmp_path / digest).layouts) == {first, f"{head}.bias"}
+        assert inventory(tmp_path / digest).aliases == found.aliases
+        merge(tmp_path / digest, tmp_path / f"{digest} back")
+        assert tree(tmp_path / f"{digest} back") == tree(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"says": False}, {"says": True, "bias": 34}, {"says": None, "bias": 8}, {"says": None, "weight": True}],
+)
+def test_a_bias_alone_is_no_tied_head(tmp_path, case):
+    """Where the config unties it, where it is of another length, and where it has a weight beside it."""
+    tensors, config = biased_head("decoder", **case)
+    found = inventory(write_checkpoint(tmp_path, tensors, config=config))
+    assert found.aliases == {} and set(found.tensors()) == set(tensors)
+
+
+def test_a_head_with_layers_inside_is_no_linear_layer(tmp_path):
+    """RoBERTa's lm_head owns the bias, and its decoder the weight."""
+    tensors, config = biased_head("lm_head", says=True)
+    tensors["lm_head.dense.weight"] = random_tensor("F16", (8, 8))
     assert inventory(write_checkpoint(tmp_path, tensors, config=config)).aliases == {}
 
 

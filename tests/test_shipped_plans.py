@@ -111,16 +111,13 @@ def build(name: str, **changes: Any) -> nn.Module:
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    """A checkpoint with the model's own names. Tied tensors stand once; that of a head that has a bias of its
-    own twice, as in older checkpoints: headers do not tell how wide a layer is by its bias."""
+    """A checkpoint with the model's own names. Tied tensors stand once, under their first name."""
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(config))
-    state = model.state_dict()
-    tied = set(model.all_tied_weights_keys)
-    biased = {f"{n.rpartition('.')[0]}.weight" for n in state if n.endswith(".bias") and n not in tied}
-    tensors = {n: t.clone() for n, t in state.items() if n not in tied - biased}
+    tied = model.all_tied_weights_keys
+    tensors = {n: t.clone() for n, t in model.state_dict().items() if n not in tied}
     save_file(tensors, folder / "model.safetensors")
 
 

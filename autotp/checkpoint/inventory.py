@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ INPUT_EMBEDDINGS = (
     "embeddings",
     "shared",
 )
-OUTPUT_EMBEDDINGS = ("lm_head", "embed_out", "output_projection", "output", "decoder", "vocab_projector")
+OUTPUT_EMBEDDINGS = (
+    "lm_head",
+    "generator_lm_head",
+    "embed_out",
+    "output_projection",
+    "output",
+    "decoder",
+    "vocab_projector",
+)
 
 
 def inventory(path: str | Path) -> Inventory:
@@ -31,6 +40,7 @@ def inventory(path: str | Path) -> Inventory:
 
     Of a converted folder it is the inventory of the checkpoint that was converted. Headers do not tell
     what a module is: its kind is "norm" when all it has is 1-D and named like a norm's, else "unknown".
+    A tied head of which only the bias is stored has its weight too, as a further name of the embedding's.
     Raises CheckpointError naming the file; for a config.json alone it says what is needed.
 
     >>> inventory("config.json")
@@ -69,7 +79,12 @@ def describe_tensors(
     paths = {".".join(path.split(".")[:n]): None for path in modules for n in range(1, path.count(".") + 2)}
     found = Inventory(described, paths=tuple(path for path in paths if path), config=dict(config), name=name)
     aliases = _tied(found, config)
-    return Inventory(described, aliases, found.paths, found.config, name) if aliases else found
+    for head, first in aliases.items():
+        path, tensors = head.rpartition(".")[0], found.tensors()
+        if head not in tensors:  # stored under the embedding's name alone
+            weight = replace(tensors[first], name=head)
+            described[path] = replace(described[path], tensors={"weight": weight, **described[path].tensors})
+    return replace(found, modules=described, aliases=aliases)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -87,18 +102,35 @@ def _kind(tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _tied(found: Inventory, config: Mapping[str, Any]) -> dict[str, str]:
-    """{head: embedding} when the config ties them and the checkpoint holds both names."""
+    """{head: embedding} when the config ties them and the checkpoint holds both.
+
+    Of a head with a bias of its own the bias is enough, one number a word: transformers stores a tied weight
+    once. A config that is silent ties such a head too, as transformers' classes do: it has no other weight.
+    """
     nested = config.get("text_config")
     tied = config.get("tie_word_embeddings")
     if tied is None and isinstance(nested, Mapping):
         tied = nested.get("tie_word_embeddings")
-    if tied is not True:
-        return {}
 
-    def named(segments: tuple[str, ...]) -> list[TensorInfo]:
-        infos = [(path.split(".")[-1], info.tensors.get("weight")) for path, info in found.modules.items()]
-        return [w for last, w in infos if last in segments and w is not None and len(w.shape) == 2]
+    def named(segments: tuple[str, ...]) -> list[ModuleInfo]:
+        return [module for path, module in found.modules.items() if path.split(".")[-1] in segments]
 
-    inputs, outputs = named(INPUT_EMBEDDINGS), named(OUTPUT_EMBEDDINGS)
-    pairs = [(head, first) for head in outputs for first in inputs if head.shape == first.shape]
-    return {pairs[0][0].name: pairs[0][1].name} if len(pairs) == 1 else {}
+    def is_leaf(module: ModuleInfo) -> bool:  # RoBERTa's lm_head has a bias, and layers inside
+        return not any(path.startswith(f"{module.path}.") for path in found.modules)
+
+    inputs = [_matrix(module) for module in named(INPUT_EMBEDDINGS)]
+    pairs = []
+    for head, first in ((head, first) for head in named(OUTPUT_EMBEDDINGS) for first in inputs if first):
+        weight, bias = _matrix(head), head.tensors.get("bias")
+        alone = set(head.tensors) == {"bias"} and bias is not None and bias.shape == first.shape[:1]
+        if (tied is True and weight and weight.shape == first.shape) or (
+            alone and tied in (True, None) and is_leaf(head)
+        ):
+            pairs.append((f"{head.path}.weight", first.name))
+    return dict(pairs) if len(pairs) == 1 else {}
+
+
+def _matrix(module: ModuleInfo) -> TensorInfo | None:
+    """The weight of a layer or an embedding."""
+    weight = module.tensors.get("weight")
+    return weight if weight is not None and len(weight.shape) == 2 else None
