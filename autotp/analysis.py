@@ -46,7 +46,8 @@ class Analysis:
     - `certainty`    "layouts" when they were proven on the traced graph, else "names and shapes"
     - `collectives`  what runs in one forward and one backward pass
     - `modes`        the paths that were proven, such as "eval" and "train"
-    - `random`       the modules that draw random numbers on shards, on each rank from its own stream
+    - `random`       the modules that draw random numbers on shards, on each rank from its own stream;
+                     `random_in_eval` those of them that draw in evaluation, too
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof
@@ -64,6 +65,7 @@ class Analysis:
     collectives: tuple[Collective, ...] = ()
     modes: tuple[str, ...] = ()
     random: tuple[str, ...] = ()
+    random_in_eval: tuple[str, ...] = ()
     reads: tuple[Read, ...] = ()
     regions: tuple[Region, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()

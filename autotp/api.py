@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
@@ -50,8 +51,10 @@ def shard(
         if not analysis.ok:
             raise PlanError(analysis.diagnostics)
         mine: Any = _fingerprint(model, analysis)
-    except Exception as error:
-        group.exchange(error)  # the other ranks are told, and the error is raised here
+    except BaseException as error:  # an interrupt, too: the other ranks wait
+        told = error if isinstance(error, Exception) else UsageError(f"stopped by {type(error).__name__}")
+        with contextlib.suppress(type(told)):
+            group.exchange(told)  # raises it here, and says so on the other ranks
         raise
     _agree(group, mine)
     return apply(model, analysis, group)
@@ -102,7 +105,7 @@ def _fingerprint(model: nn.Module, analysis: Analysis) -> dict[str, str]:
     }
 
 
-def _sampled(model: nn.Module, count: int = 256) -> str:
+def _sampled(model: nn.Module, count: int = 65536) -> str:
     """A hash of up to `count` elements of each tensor: ranks that drew other weights are found out."""
     digest = xxhash.xxh3_128()
     with torch.no_grad():

@@ -173,6 +173,10 @@ CODES: dict[str, Code] = {
         "A grouped product takes widths of whole 16-byte blocks, and a rank's width is none.",
         "Deal blocks by `heads`, as the finding says.",
     ),
+    "AT319": Code(
+        "A module that owns sharded tensors would need other mappings at its border in another call or mode.",
+        "Let the module do one thing in each call, or leave its tensors whole.",
+    ),
     "AT320": Code(
         "The forward cannot be traced.",
         "Pass inputs with which it runs; shapes alone can be checked without a proof.",
@@ -185,7 +189,8 @@ CODES: dict[str, Code] = {
         "No traced forward runs a layer of the plan.", "Pass inputs that run it, or leave it whole."
     ),
     "AT323": Code(
-        "An autograd.Function, whose backward is not traced, is given a value that is not whole.",
+        "A gradient hook or an autograd.Function, whose backward no trace shows, meets a value that is not "
+        "whole.",
         "Leave whole what reaches it.",
     ),
     "AT324": Code(
@@ -195,6 +200,10 @@ CODES: dict[str, Code] = {
     "AT325": Code(
         "Modules whose forward asks for values were not looked into; what they give is whole.",
         "Nothing, unless they should be sharded.",
+    ),
+    "AT326": Code(
+        "A module that asks for the value of a tensor cannot be traced, and something sharded is in it.",
+        "Write the branch with torch.where, or leave the layers of this module whole.",
     ),
     "AT390": Code(
         "A large matrix stays whole on every rank, and no rule says so.",

@@ -63,6 +63,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         collectives=tuple(_collectives(analysis.matches, proof)) if proven else analysis.collectives,
         modes=tuple(proof.modes),
         random=tuple(sorted(proof.random)),
+        random_in_eval=tuple(sorted(proof.random_in_eval)),
         reads=tuple(proof.reads.values()) if proven else (),
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),

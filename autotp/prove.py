@@ -2,31 +2,31 @@
 
     matches ──► traces of every mode ──► propagate ──► dual trace of each distinct rank ──► Proof
 
-A trace proves one path, so each mode that a model has is traced (`trace.modes`). Layers of one kind are
-traced once, and what is decided about one holds for all of its kind.
+A trace proves one path, so each mode that a model has is traced (`trace.modes`), every layer of it: two
+layers that look alike may be called differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from autotp.diagnostic import Diagnostic, errors
+from autotp.diagnostic import Diagnostic
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Partial, Shard, describe
 from autotp.propagate import dual
+from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Finding, Propagation, draws, propagate
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
-from autotp.trace.kinds import Shortened
-from autotp.trace.modes import Captured, Mode, capture_modes, captured
+from autotp.trace.modes import Captured, Mode, capture_modes
 
 __all__ = ["Proof", "prove"]
 
@@ -42,7 +42,7 @@ class Proof:
     `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
     value, in groups; `random` the modules that draw random numbers on a shard. `propagations` are the layouts
     of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as another
-    one does, and `short` says which layers were traced for which others.
+    one does. `random_in_eval` are those of `random` that draw in evaluation, too.
     """
 
     cuts: dict[str, Shard]
@@ -56,7 +56,7 @@ class Proof:
     random: set[str] = field(default_factory=set)
     propagations: dict[str, Propagation] = field(default_factory=dict)
     covered: Mapping[str, str] = field(default_factory=dict)
-    short: Shortened = field(default_factory=Shortened)
+    random_in_eval: set[str] = field(default_factory=set)
 
 
 def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples) -> Proof:
@@ -65,15 +65,7 @@ def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Sa
     Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
     prover = _Prover(module, matches, inventory, samples)
-    # Layers that the plan treats differently are of different kinds.
-    marks = {path: (placed.pattern, placed.rule) for path, placed in matches.placed.items()}
-    with captured(module, samples, marks) as (found, short):
-        prover.run(found, short)
-    if not prover.steady:
-        # What one layer hands to the next is not the same everywhere: each layer is proven by itself.
-        short, prover = Shortened(), _Prover(module, matches, inventory, samples)
-        prover.run(capture_modes(module, samples), short)
-    prover.spread(inventory, short)
+    prover.run(capture_modes(module, samples))
     return prover.proof
 
 
@@ -89,12 +81,10 @@ class _Prover:
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
         self.reached: set[str] = set()
         self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
-        self.steady = True
 
-    def run(self, found: Captured, short: Shortened) -> None:
+    def run(self, found: Captured) -> None:
         """Prove every mode that was traced."""
         proof = self.proof
-        last = [f"{path}.{count - 1}" for path, count in short.kept.items()]
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
@@ -108,34 +98,19 @@ class _Prover:
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return
-            self._keep(mode.name, whole)
-            self.steady = self.steady and all(_leaves_whole(whole, path) for path in last)
+            self._keep(mode.name, whole, training=mode.training)
         proof.modes += found.covered
+        proof.shared = self._shared()
+        if found.traces:
+            proof.diagnostics += _unreached(self.matches, self.reached)
+        proof.diagnostics += _not_run(found)
 
-    def spread(self, inventory: Inventory, short: Shortened) -> None:
-        """What was decided about a layer holds for every layer of its kind, traced or not."""
-        proof = self.proof
-        proof.short = short
-
-        def all_like(decided: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-            known = set(decided)
-            return {name: short.twin(name) for name in names if short.twin(name) in known}
-
-        tensors, paths = list(self.shapes), inventory.paths
-        proof.cuts = {n: proof.cuts[short.twin(n)] for n in proof.cuts}
-        proof.reads = {n: replace(proof.reads[t], name=n) for n, t in all_like(proof.reads, tensors).items()}
-        proof.regions = {
-            p: replace(proof.regions[t], path=p) for p, t in all_like(proof.regions, paths).items()
-        }
-        proof.calls = {p: proof.calls[t] for p, t in all_like(proof.calls, paths).items()}
-        proof.copied, proof.random = set(all_like(proof.copied, paths)), set(all_like(proof.random, paths))
-        inputs: dict[tuple[Any, ...], list[str]] = {}
-        for path, twin in all_like(self.inputs, paths).items():
-            layer = next((e for e in short.twins if path == e or path.startswith(f"{e}.")), "")
-            inputs.setdefault((layer, *sorted(self.inputs[twin].items())), []).append(path)
-        proof.shared = tuple(tuple(readers) for readers in inputs.values() if len(readers) > 1)
-        if not errors(proof.diagnostics):
-            proof.diagnostics += _unreached(self.matches, set(all_like(self.reached, paths)))
+    def _shared(self) -> tuple[tuple[str, ...], ...]:
+        """The column layers that read the same values in every mode, where there is more than one."""
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for path, inputs in self.inputs.items():
+            groups.setdefault(tuple(sorted(inputs.items())), []).append(path)
+        return tuple(tuple(readers) for readers in groups.values() if len(readers) > 1)
 
     def _propagated(self, traces: Mapping[str, Trace]) -> dict[str, Propagation]:
         """Every mode's layouts, with the same cuts and reads in all of them."""
@@ -154,6 +129,8 @@ class _Prover:
                     regions=self.proof.regions,
                 )
                 _random(whole)
+                if not whole.findings:
+                    whole.findings += borders(whole)
                 if whole.findings:
                     return {mode: whole}
                 self.proof.cuts, self.proof.reads, self.proof.regions = whole.cuts, whole.reads, whole.regions
@@ -168,7 +145,7 @@ class _Prover:
     def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
         return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)
 
-    def _keep(self, mode: str, whole: Propagation) -> None:
+    def _keep(self, mode: str, whole: Propagation, *, training: bool) -> None:
         proof = self.proof
         proof.modes.append(mode)
         calls = whole.trace.calls
@@ -177,6 +154,8 @@ class _Prover:
         for path, inputs in whole.copied.items():
             self.inputs.setdefault(path, {})[mode] = tuple(node.name for node in inputs)
         proof.random |= whole.random
+        if not training:
+            proof.random_in_eval |= whole.random
         told = {d.message for d in proof.diagnostics}
         proof.diagnostics += [d for d in _notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
@@ -212,10 +191,20 @@ def _random(whole: Propagation) -> None:
             )  # fmt: skip
 
 
-def _leaves_whole(whole: Propagation, path: str) -> bool:
-    """Whether all that a module hands out is the same on every rank, and its gradient whole."""
-    out = [node for call in whole.trace.left.get(path, []) for _, node in call]
-    return all(layout == INVARIANT for node in out for layout in whole.layouts.get(node, []))
+def _not_run(found: Captured) -> Iterator[Diagnostic]:
+    """The run-time path is what users run; where it cannot be traced, that is said."""
+    for mode, error in found.dropped:
+        proven = "run time" in found.covered or any(d.name == "run time" for d, _ in found.traces)
+        if mode.name == "run time" and not proven:
+            yield Diagnostic(
+                "AT320",
+                f"the forward cannot be traced as it runs outside of a trace: {error}",
+                severity="warning",
+                module=error.module or None,
+                source=error.source,
+                notes=("what the model does only when nothing traces it is not proven",),
+            )
+            return
 
 
 def _notes(whole: Propagation) -> Iterator[Diagnostic]:

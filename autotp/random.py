@@ -102,14 +102,15 @@ class Streams:
 
 
 class _OnRankStream:
-    """The two hooks that run a module's forward on the rank's stream; entered only while it trains."""
+    """The two hooks that run a module's forward on the rank's stream; entered while it trains, or always."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, always: bool) -> None:
         self.group = group
+        self.always = always
         self.entered: list[AbstractContextManager[None] | None] = []
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        stream = rank_stream(self.group) if module.training else None
+        stream = rank_stream(self.group) if module.training or self.always else None
         if stream is not None:
             stream.__enter__()
         self.entered.append(stream)
@@ -120,13 +121,14 @@ class _OnRankStream:
             stream.__exit__(None, None, None)
 
 
-def use_rank_stream(module: nn.Module, group: Mesh = None) -> None:
+def use_rank_stream(module: nn.Module, group: Mesh = None, *, always: bool = False) -> None:
     """Run `module`'s forward on the rank's own stream whenever it is in training mode.
 
-    For dropout and other random modules on sharded values. In evaluation nothing is drawn. torch.compile
+    For dropout and other random modules on sharded values. In evaluation nothing is drawn, but by modules
+    that draw `always` (`F.dropout(x, 0.5)` without its training flag). torch.compile
     breaks its graph around such a module in training (`fullgraph=True` raises), and not in evaluation.
     """
-    hooks = _OnRankStream(group_of(group))
+    hooks = _OnRankStream(group_of(group), always)
     module.register_forward_pre_hook(hooks.enter)
     module.register_forward_hook(hooks.leave, always_call=True)
 

@@ -17,6 +17,7 @@ from autotp.match import match
 from autotp.plan import Plan
 from autotp.trace.support import unsupported
 from tests import models
+from tests import test_silent_faults as faults
 from tests.inventories import ATTENTION, MLP, linear, model, module
 
 GOOD = "rules:\n  fc1: column\n  fc2: row\n"
@@ -236,10 +237,16 @@ EXAMPLES: dict[str, Example] = {
     "AT318": _live(
         "rules:\n  up: {style: column, dim: 2}\n", Experts, inputs=torch.zeros(6, 16, dtype=torch.bfloat16)
     ),
+    "AT319": _live(
+        "rules:\n  inner.w1: {style: column, dim: 0}\n  inner.w2: {style: row, dim: 1}\n",
+        lambda: faults.Around(faults.Skipping(), lambda inner, x: inner(x) + inner(x, skip=True)),
+        inputs=torch.zeros(5, 16),
+    ),
     "AT320": _live(GOOD, Asks, inputs=torch.ones(2, 16)),
     "AT323": _live(GOOD, Custom),
     "AT324": _live(GOOD, Keeps),
     "AT325": _live(GOOD, Gated),
+    "AT326": _live(GOOD, faults.Asking, inputs=torch.ones(2, 16)),
     "AT390": _live(GOOD, Wide),
     "AT391": _live("rules:\n  fc1: replicate\n", models.MLP),
     "AT392": _live("rules:\n  fc1: column\n  fc2: row\n  out: replicate\n", Wide),

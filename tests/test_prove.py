@@ -1,48 +1,14 @@
-"""The proof of whole models: every mode, and layers of one kind traced once."""
+"""The proof of whole models: every mode, every layer."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 import torch
 from torch import nn
 
 import autotp
-from autotp.trace import modes
-from autotp.trace.kinds import Shortened
 from tests import models
 from tests.test_reads import qwen3
-
-
-def facts(analysis):
-    return {
-        "ok": analysis.ok,
-        "layouts": dict(analysis.layouts),
-        "reads": {r.name: r for r in analysis.reads},
-        "regions": {r.path: r for r in analysis.regions},
-        "random": set(analysis.random),
-        "shared": {tuple(g) for g in analysis.shared},
-        "collectives": set(analysis.collectives),
-        "modes": set(analysis.modes),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factory", "plan"),
-    [
-        (lambda: qwen3(num_hidden_layers=5), dict(autotp.Plan.load("llama").rules)),
-        (lambda: models.bert(num_hidden_layers=4), "bert"),
-    ],
-    ids=["qwen3", "bert"],
-)
-def test_a_shortened_model_is_decided_like_the_whole_one(factory, plan, monkeypatch):
-    short = facts(autotp.analyze(factory(), plan, tp=3))
-    whole = contextlib.nullcontext(Shortened())
-    monkeypatch.setattr(modes, "shorten", lambda module, marks: whole)
-    assert facts(autotp.analyze(factory(), plan, tp=3)) == short
-    assert short["ok"] and len(short["shared"]) == 2 * 5 if short["reads"] else short["random"]
 
 
 def test_all_layers_stand_after_a_proof():
@@ -119,29 +85,6 @@ def test_a_row_layer_does_not_sum_what_several_ranks_hold():
     found = propagate(trace, matches, cuts, aliases={}, kinds=kinds, reads={}, regions={}).findings
     assert [f.conflict.code for f in found] == ["AT307"]
     assert "would be counted more than once" in found[0].conflict.message
-
-
-def test_a_stack_that_hands_on_shards_is_proven_layer_by_layer(monkeypatch):
-    """A layer may leave a shard to the next: then what holds of one layer need not hold of all."""
-
-    class Stack(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-            self.layers = nn.ModuleList(nn.GELU() for _ in range(6))
-
-        def forward(self, x):
-            x = self.first(x)
-            for layer in self.layers:
-                x = layer(x)
-            return self.last(x)
-
-    seen = []
-    real = modes.capture_modes
-    monkeypatch.setattr(autotp.prove, "capture_modes", lambda m, s: seen.append(len(m.layers)) or real(m, s))
-    analysis = autotp.analyze(Stack(), {"first": "column", "last": "row"}, tp=2)
-    assert analysis.ok and seen == [6]
-    assert autotp.verify(Stack(), {"first": "column", "last": "row"}, tp=2).ok
 
 
 def test_a_shard_left_on_the_model_is_told():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -166,7 +167,8 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | int | None = None) -
     With a mesh or None, all ranks of the job are taken to make the same calls, so that ranks with
     different meshes find out; a part of the job that works on its own passes its process group.
 
-    Raises UsageError for a larger mesh without an axis "tp", and for a rank outside the group.
+    Raises UsageError for a larger mesh without an axis "tp", for a rank outside the group, and for None where
+    several ranks were started (WORLD_SIZE) and torch.distributed is not initialised.
 
     >>> group_of(None).size
     1
@@ -190,6 +192,13 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | int | None = None) -
         return _wrapped(process_group, tuple(range(dist.get_world_size())))
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
+            started = os.environ.get("WORLD_SIZE", "1")
+            if started.isdigit() and int(started) > 1:
+                raise UsageError(
+                    f"{started} ranks were started, and torch.distributed is not initialised on this one, so "
+                    "it would work alone; call autotp.initialize(tp=…) or "
+                    "torch.distributed.init_process_group first"
+                )
             return GroupOfOne()
         return _wrapped(dist.group.WORLD, tuple(range(dist.get_world_size())))
     if isinstance(mesh, Group):

@@ -29,8 +29,8 @@ def along(found: Explanation, module: nn.Module, proof: Proof, mode: str | None)
 
     Raises UsageError for a mode that was not traced, or that does not run the module.
     """
-    traced, modes = proof.short.twin(found.module), tuple(proof.propagations)
-    found = replace(found, modes=modes, traced_as=traced if traced != found.module else "")
+    traced, modes = found.module, tuple(proof.propagations)
+    found = replace(found, modes=modes)
     if not modes:
         return found
     mode = proof.covered.get(mode, mode) if mode is not None else None

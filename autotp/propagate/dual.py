@@ -8,8 +8,9 @@ It proves shapes and arguments, not sums: those are the layout rules' part.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from autotp.placement import Shard
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
+from autotp.propagate.reads import Read
 from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
 
@@ -72,7 +74,38 @@ def trace_rank(
 
     parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
     held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
-    return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace)
+    with _through_properties(module, reads, aliases):
+        return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace)
+
+
+@contextlib.contextmanager
+def _through_properties(
+    module: nn.Module, reads: Mapping[str, Read], aliases: Mapping[str, str]
+) -> Iterator[None]:
+    """Read the tensors that are read mapped as the sharded model will: through a property of the class. Here
+    it gives an alias, so that a reading past it can be told."""
+    swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+    try:
+        for path, owner in module.named_modules():
+            keys = [*owner._parameters, *owner._buffers]
+            names = [k for k in keys if aliases.get(n := f"{path}.{k}" if path else k, n) in reads]
+            if names:
+                swapped.append((owner, type(owner)))
+                body = {name: property(_aliased(name)) for name in names}
+                owner.__class__ = type(type(owner).__name__, (type(owner),), body)
+        yield
+    finally:
+        for owner, own in swapped:
+            owner.__class__ = own
+
+
+def _aliased(name: str) -> Callable[[nn.Module], torch.Tensor | None]:
+    def read(owner: nn.Module) -> torch.Tensor | None:
+        stored = owner._parameters.get(name)
+        tensor = owner._buffers.get(name) if stored is None else stored
+        return None if tensor is None else torch.ops.aten.alias.default(tensor)
+
+    return read
 
 
 def compare(whole: Propagation, local: Trace, rank: int) -> Finding | None:
@@ -90,6 +123,9 @@ class _Comparison:
         wanted, got = self.whole.trace.ops(), local.ops()
         for graph in (self.whole.trace.graph, local.graph):
             self._number(graph)
+        finding = self._constants(local) or self._raw_reads(local)
+        if finding is not None:
+            return finding
         i = j = 0
         while i < len(wanted) and j < len(got):
             if op_name(wanted[i]) != op_name(got[j]):
@@ -116,6 +152,40 @@ class _Comparison:
                 f"a rank's smaller sizes take another branch",
                 source=node,
             )
+        return None
+
+    def _raw_reads(self, local: Trace) -> Finding | None:
+        for node in local.graph.nodes:
+            if node.op == "get_attr" and node.meta["name"] in self.whole.reads:
+                past = next((u for u in node.users if u.op != "output" and op_name(u) != "alias"), None)
+                if past is not None:
+                    name = node.meta["name"]
+                    short = name.rpartition(".")[2]
+                    found = next(n for n in self.whole.trace.graph.nodes if n.meta.get("name") == name)
+                    message = (
+                        f"{name} meets shards, so it is mapped where its module reads it "
+                        f"(`self.{short}`); here it is read past that"
+                    )
+                    return self._finding(next(iter(found.users)), "AT312", message, source=past)
+        return None
+
+    def _constants(self, local: Trace) -> Finding | None:
+        """Tensors that the forward makes of numbers must be the same numbers on a rank."""
+        theirs = {n.meta["name"]: n.meta.get("constant") for n in local.graph.nodes if n.op == "get_attr"}
+        for node in self.whole.trace.graph.nodes:
+            value = node.meta.get("constant") if node.op == "get_attr" else None
+            if value is None or node.meta["name"] not in theirs:
+                continue
+            other = theirs[node.meta["name"]]
+            if other is None or not _equal(value, other):
+                user = next(iter(node.users), node)
+                return self._finding(
+                    user,
+                    "AT313",
+                    f"a tensor of numbers is {_shown(other)} on rank {self.rank}, "
+                    f"and {_shown(value)} unsharded",
+                    help=_CONSTANT,
+                )
         return None
 
     def _number(self, graph: fx.Graph) -> None:
@@ -230,6 +300,18 @@ _CONSTANT = (
 
 def _named(node: fx.Node) -> dict[str, Any]:
     return {name: _plain(value) for name, value in arguments_of(node).items()}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )
+
+
+def _shown(value: torch.Tensor | None) -> str:
+    return "none" if value is None else str(value.tolist()) if value.numel() <= 4 else str(list(value.shape))
 
 
 def _plain(value: Any) -> Any:

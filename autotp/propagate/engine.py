@@ -18,7 +18,7 @@ from torch import fx
 from autotp.match import Matches, Placed
 from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard
 from autotp.propagate.attention import ATTENTION
-from autotp.propagate.call import Call, Conflict, Value, counted_once
+from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy
 from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.convolution import CONVOLUTIONS
 from autotp.propagate.creation import CREATION
@@ -182,6 +182,7 @@ class _Engine:
             elif node.op == "call_function":
                 self._guarded(node)
         self._outputs()
+        self._foreign_backward()
         return self.result
 
     # -- nodes
@@ -267,6 +268,16 @@ class _Engine:
         layer = self._layer(call)
         if layer is not None:
             return layer
+        if call.name == "opaque" and any(not v.whole for v in call.values):
+            cut = next(v for v in call.values if not v.whole)
+            raise Conflict(
+                "AT326",
+                "its forward asks for the value of a tensor (an `if` on it, `.item()`), so it cannot be "
+                "traced, and nothing sharded may be in it",
+                blame=(cut,),
+                notes=(f"{cut}",),
+                help=("write the branch with torch.where, or leave the layers of this module whole",),
+            )
         foreign = [v for v in call.values if v.node.op == "get_attr" and v.node.meta["name"] in self.owners]
         if foreign:
             owner = self.owners[foreign[0].node.meta["name"]][0]
@@ -296,6 +307,22 @@ class _Engine:
                 blame=(bound[0],),
                 notes=(f"{bound[0]}",),
             )
+
+    def _foreign_backward(self) -> None:
+        """Gradient hooks and functions with a backward of their own see a part of the gradient."""
+        for node in self.result.trace.graph.nodes:
+            layouts = self.result.layouts.get(node)
+            if not node.meta.get("backward") or layouts is None or layouts[0] == INVARIANT:
+                continue
+            value = self._value(node, None, grad=False)
+            conflict = Conflict(
+                "AT323",
+                f"{node.meta['backward'][0]} handles the gradient of {value.name}, of which each rank has a part: "
+                "what it does is not traced, so the gradients cannot be proven",
+                blame=(value,),
+                notes=(f"{value}",),
+            )
+            self._find(node, conflict, self.origins[node])
 
     def _attempt(self, node: fx.Node, overrides: Mapping[fx.Node, Layout]) -> list[Layout]:
         """What the op's rule says when some of its inputs had other layouts."""
@@ -431,6 +458,8 @@ class _Engine:
                 blame=(value,),
                 notes=(f"{value}",),
             )
+        if value.grad and value.layout == REPLICATE:
+            raise needs_copy(call, value, value)
         if value.grad and value.layout == INVARIANT:
             self.result.copied.setdefault(placed.path, []).append(value.node)
         return ([INVARIANT] if placed.rule.gather_output else [cut]), [cut]
@@ -445,6 +474,8 @@ class _Engine:
                 "AT310", "a row layer is given a sum whose parts are still on the ranks", blame=(value,)
             )
         if value.shard is None:
+            if value.grad and value.layout == REPLICATE:
+                raise needs_copy(call, value, value)
             if placed.rule.split_input:
                 return [INVARIANT], [INVARIANT]
             raise Conflict(
@@ -500,7 +531,21 @@ class _Engine:
     def _outputs(self) -> None:
         for output in self.result.trace.outputs:
             layouts = self.result.layouts.get(output.node)
-            if layouts is None or output.cached or _same(self._seen(output.node, None)):
+            if layouts is None or output.cached:
+                continue
+            seen = self._seen(output.node, None)
+            if seen == REPLICATE and output.node.meta["val"].grad:
+                value = self._value(output.node, None, grad=False)
+                what = f"output {output.name}" if output.name else "the output"
+                conflict = Conflict(
+                    "AT305",
+                    f"{what} is read as a copy for use on shards, and returned as well: its gradient would "
+                    "count once for every rank",
+                    blame=(value,),
+                    notes=(f"{value}",),
+                )
+                self._find(output.node, conflict, self.origins[output.node])
+            if _same(seen):
                 continue
             value = self._value(output.node, None, grad=False)
             if isinstance(layouts[0], Partial):

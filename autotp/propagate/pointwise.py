@@ -49,6 +49,9 @@ _OF_THE_FIRST = frozenset(["to", "type_as"])  # a second tensor gives only its d
 
 def elementwise(call: Call) -> Layout:
     """All shards must be cut alike on the dim where they meet; what is whole there must be broadcast."""
+    if call.name == "where" and call["self"] is None:
+        message = "where: the number of places that it finds is another one on each rank"
+        raise Conflict("AT304", message, blame=call.values)
     if call.name in _FROM_SHAPE:
         like: Value = call["self"]
         return like.layout if like.shard is not None else INVARIANT

@@ -88,9 +88,11 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
         _cut(model, analysis.layouts, group.rank)
         specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group)
         for path in analysis.random:
-            use_rank_stream(model.get_submodule(path), group)
+            use_rank_stream(model.get_submodule(path), group, always=path in analysis.random_in_eval)
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
+        if callable(getattr(model, "save_pretrained", None)):
+            model.__dict__["save_pretrained"] = _refuse_save
     model.__dict__[_KEY] = remembered
     return model
 
@@ -132,6 +134,13 @@ def _cut(model: nn.Module, layouts: Mapping[str, Shard], rank: int) -> None:
                     tensor.data = part
                     if gradient is not None:
                         tensor.grad = take(gradient, shard, rank)
+
+
+def _refuse_save(*args: Any, **kwargs: Any) -> None:
+    raise UsageError(
+        "this model is sharded, and its own save_pretrained would write one rank's parts as if they were "
+        "whole; call autotp.save_pretrained(model, folder) on every rank"
+    )
 
 
 def _forget_graphs(tensor: torch.Tensor) -> None:

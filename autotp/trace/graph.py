@@ -69,6 +69,7 @@ class Trace:
     - `mutates`: the input nodes that the op writes
     - `custom`: the name of the `autograd.Function` whose forward the op is in, or None: its backward is
       code of its own, which no trace shows, and inside of it `grads` is empty
+    - `backward`: what code of its own sees the value's gradient: gradient hooks, `autograd.Function`s
     - on `get_attr`, `name` and `origin`: "parameter", "buffer", "constant" or "unknown".
 
     `entered` and `left` hold, for each module and each of its calls, the tensors that went in and came out:

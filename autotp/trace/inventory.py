@@ -22,8 +22,15 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_FORWARDS = ("torch.nn.modules.linear", "torch.nn.modules.sparse", "torch.nn.modules.normalization",
+             "transformers.pytorch_utils")  # fmt: skip
+
+
 def kind_of(module: nn.Module) -> str:
-    """What a module is to a plan; only the exact classes count, since a subclass may compute otherwise."""
+    """What a module is to a plan; only the exact classes with torch's own forward count, since a subclass or
+    a patched forward may compute otherwise."""
+    if "forward" in vars(module) or type(module).forward.__module__ not in _FORWARDS:
+        return "other"
     if type(module) is nn.Linear:
         return "linear"
     if type(module) is nn.Embedding:

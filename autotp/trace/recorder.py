@@ -190,6 +190,13 @@ if MISSING is None:
                     self._nodes[id(now)] = self._node(was)
             return tuple(was if now is None else now for was, now in zip(old, new, strict=True))
 
+        def note_backward(self, name: str, values: Any) -> None:
+            """Code of its own runs in the backward of these values."""
+            if self.recording and torch.is_grad_enabled():
+                for _, tensor, _ in tensors_in(values):
+                    if tensor.requires_grad:
+                        self._node(tensor).meta.setdefault("backward", []).append(name)
+
         def error(self, error: Exception) -> TraceError:
             """Where the forward failed, in the words of the exception."""
             path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
@@ -267,6 +274,9 @@ if MISSING is None:
                 self._constants += 1
             name, origin = named
             node = self.trace.graph.create_node("get_attr", name)
+            if origin == "constant":
+                with _disable_current_modes(), torch.no_grad():
+                    node.meta["constant"] = tensor.detach().clone()
             node.meta.update(
                 val=_val(tensor), origin=origin, name=name, module=self.stack[-1][0], source=caller_span(3)
             )
@@ -477,7 +487,8 @@ def _faked(
                 new = nn.Parameter(new, requires_grad=grad and _differentiable(tensor))
                 new.__dict__.update(tensor.__dict__)
             made[id(tensor)] = new
-            names[id(new)] = (name, origin)
+            # The real one too: a forward may hold it elsewhere (a list, a closure).
+            names[id(new)] = names[id(tensor)] = (name, origin)
         return made[id(tensor)]
 
     for path, owner in module.named_modules():
@@ -577,14 +588,24 @@ def _functions(recorder: _Recorder) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
+        if not cls.__module__.startswith("torch._library"):  # the backward that a custom op registers
+            recorder.note_backward(cls.__name__, (args, kwargs))
         was, recorder.custom = recorder.custom, cls.__name__
         try:
             return original.__get__(None, cls)(*args, **kwargs)
         finally:
             recorder.custom = was
 
+    hooked = torch.Tensor.register_hook
+
+    def register_hook(self: torch.Tensor, hook: Any) -> Any:
+        recorder.note_backward("a gradient hook", self)
+        return hooked(self, hook)  # type: ignore[no-untyped-call]
+
     try:
         function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
         yield
     finally:
         function.apply = original  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]

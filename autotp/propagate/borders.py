@@ -1,0 +1,99 @@
+"""What the proof added by itself must be right in every call and every mode, not only where it was found.
+
+A region's border maps each of its places on every call. So each reduced place must hand out a partial sum,
+each copied place be given a value that is whole with its gradient, and no copied argument come out again
+as it went in. A tensor that is read mapped must not be written, and what a forward leaves on the model or
+returns must not carry a part of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, describe
+from autotp.propagate.call import Conflict
+from autotp.propagate.engine import Finding, Propagation, op_name
+
+__all__ = ["borders"]
+
+_VIEWS = frozenset(
+    [
+        *("view", "reshape", "slice", "select", "transpose", "permute", "unsqueeze", "squeeze", "expand"),
+        *("detach", "alias", "t"),
+    ]
+)
+
+
+def borders(whole: Propagation) -> list[Finding]:
+    """The places where what was added would be wrong."""
+    return [*_regions(whole), *_written(whole), *_left(whole)]
+
+
+def _regions(whole: Propagation) -> Iterator[Finding]:
+    trace = whole.trace
+    for path, region in whole.regions.items():
+        for entered, left in zip(trace.entered.get(path, []), trace.left.get(path, []), strict=False):
+            out = {node for _, node in left}
+            for place, node in entered:
+                layout = whole.layouts.get(node, [INVARIANT])[0]
+                if place in region.copied and layout != INVARIANT:
+                    yield _at(
+                        whole, node, path, f"in one call, {place} is {describe(layout)} and in another whole"
+                    )
+                elif place in region.copied and node in out:
+                    yield _at(
+                        whole, node, path, f"{place} is copied at the border and comes out as it went in"
+                    )
+            missing = (region.copied - {p for p, _ in entered}) | (region.reduced - {p for p, _ in left})
+            if missing:
+                yield _at(whole, None, path, f"one call has no tensor at {', '.join(sorted(missing))}")
+            for place, node in left:
+                if place in region.reduced and whole.layouts.get(node, [PARTIAL])[0] != PARTIAL:
+                    yield _at(
+                        whole, node, path, f"what it returns at {place or 'its result'} is no sum in one call"
+                    )
+
+
+def _at(whole: Propagation, node: fx.Node | None, path: str, what: str) -> Finding:
+    inside = [n for n in whole.trace.ops() if any(p == path for p, _ in n.meta.get("stack", ()))]
+    where = node if node is not None and node.op == "call_function" else (inside or whole.trace.ops())[0]
+    conflict = Conflict(
+        "AT319",
+        f"{path or 'the model'} owns sharded tensors and would have mappings at its border, but {what}",
+        help=("let the module do one thing in each call, or leave its tensors whole",),
+    )
+    return Finding(where, conflict, ())
+
+
+def _written(whole: Propagation) -> Iterator[Finding]:
+    for node in whole.trace.ops():
+        for target in node.meta.get("mutates", ()):
+            root = target
+            while root.op == "call_function" and root.all_input_nodes and _is_view(root):
+                root = root.all_input_nodes[0]
+            name = root.meta.get("name")
+            if root.op == "get_attr" and name in whole.reads:
+                conflict = Conflict(
+                    "AT317",
+                    f"the forward writes into {name}, which is whole on the model and read in another form: "
+                    "what is written would be lost",
+                    help=(f"give {name} a rule of its own, with its dim",),
+                )
+                yield Finding(node, conflict, ())
+
+
+def _is_view(node: fx.Node) -> bool:
+    return bool(node.meta.get("mutates")) or op_name(node) in _VIEWS
+
+
+def _left(whole: Propagation) -> Iterator[Finding]:
+    for stored in whole.trace.stored:
+        layout = whole.layouts.get(stored.node, [INVARIANT])[0]
+        if stored.node.meta["val"].grad and layout in (PARTIAL, REPLICATE):
+            what = "a part of a sum" if layout == PARTIAL else "a value with a part of its gradient"
+            conflict = Conflict(
+                "AT311", f"the forward leaves {stored.name} on the model, on each rank {what}"
+            )
+            yield Finding(stored.node, conflict, ())

@@ -1,0 +1,357 @@
+"""Models that once were accepted with a wrong number on some rank. Each is refused, with its code, or exact."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autotp
+from autotp.comm import simulate
+from tests import models
+from tests.models import MLP
+
+PLAN = {"fc1": "column", "fc2": "row"}
+LAYERS = {"layers.*.fc1": "column", "layers.*.fc2": "row"}
+X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+
+
+def codes(model: nn.Module, plan: Any = PLAN, tp: int = 2) -> set[str]:
+    found = autotp.analyze(model, plan, tp=tp, inputs=X).diagnostics
+    return {d.code for d in found if d.severity == "error"}
+
+
+# -- layers that look alike
+
+
+class Block(nn.Module):
+    def __init__(self, act: Any = None) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(16, 32), nn.Linear(32, 16), act
+
+    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
+        h = self.fc1(x)
+        h = self.act(h) if self.act is not None else h
+        return x + self.fc2(h.softmax(-1) if whole else h)
+
+
+class Flags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, flag in zip(self.layers, [False] * 3 + [True], strict=True):
+            x = layer(x, flag)
+        return x
+
+
+class Sliced(Flags):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:3]:
+            x = layer(x)
+        for layer in list(self.layers)[3:]:
+            x = layer(x, whole=True)
+        return x
+
+
+class Callables(Flags):
+    def __init__(self, last: Any) -> None:
+        super().__init__()
+        first = functools.partial(torch.softmax, dim=0)
+        self.layers = nn.ModuleList([*(Block(first) for _ in range(3)), Block(last)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functools.reduce(lambda h, layer: layer(h), self.layers, x)
+
+
+@pytest.mark.parametrize(
+    "model", [Flags, Sliced, lambda: Callables(functools.partial(torch.softmax, dim=-1))]
+)
+def test_each_layer_is_proven(model):
+    assert codes(model(), LAYERS) == {"AT303"}
+
+
+# -- tensors made of local sizes
+
+
+TABLE = {size: torch.tensor(1.0 / size) for size in (33, 17, 16)}
+
+
+class Tensors(MLP):
+    make: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        return self.fc2(h * type(self).make(h))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: torch.tensor(float(h.shape[-1])),
+        lambda h: h.new_tensor(1.0 / h.shape[-1]),
+        lambda h: torch.as_tensor(np.float32(1.0 / h.shape[-1])),
+        lambda h: TABLE[h.shape[-1]],
+    ],
+)
+def test_numbers_in_tensors_are_compared(make):
+    assert codes(type("Made", (Tensors,), {"make": staticmethod(make)})()) == {"AT313"}
+
+
+class Counted(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        return self.fc2(h) * torch.where(h > 0)[0].shape[0]
+
+
+def test_counting_places_of_a_shard_is_refused():
+    assert codes(Counted()) == {"AT304"}
+
+
+# -- a parameter that is read as a copy, and more
+
+
+class Scaled(MLP):
+    def __init__(self) -> None:
+        super().__init__(hidden=32)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
+class Returned(Scaled):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.fc2(torch.tanh(self.fc1(x) * self.scale)), self.scale.exp()
+
+
+class IntoColumn(MLP):
+    def __init__(self) -> None:
+        super().__init__(hidden=32)
+        self.query = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc1(self.query)).unflatten(-1, (-1, 16)) * self.query
+        return self.fc2(h.flatten()) + x
+
+
+class PastTheModule(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)) * dict(self.named_parameters())["scale"])
+
+
+class PastTheTable(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)) * self._parameters["scale"])
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [(Returned, "AT305"), (IntoColumn, "AT305"), (PastTheModule, "AT312"), (PastTheTable, "AT312")],
+)
+def test_a_copied_parameter_is_used_as_a_copy_alone(model, code):
+    assert codes(model()) == {code}
+
+
+class Listed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.fc1.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.kept[0].pow(2).sum()
+
+
+class Closed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.fc1.weight
+        self.penalty = lambda: weight.pow(2).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.penalty()
+
+
+@pytest.mark.parametrize("model", [Listed, Closed])
+def test_a_cut_weight_that_is_held_elsewhere_is_refused(model):
+    assert codes(model()) == {"AT312"}
+
+
+# -- borders
+
+
+class Raw(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(16, 32))
+
+    def ffn(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, self.w1)), self.w2)
+
+
+class Skipping(Raw):
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        return x if skip else self.ffn(x)
+
+
+class InTraining(Raw):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(x) if self.training else x
+
+
+class Through(Raw):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ffn(x), y
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.inner, x)
+
+
+@pytest.mark.parametrize(
+    ("inner", "call"),
+    [
+        (Skipping, lambda inner, x: inner(x) + inner(x, skip=True)),
+        (InTraining, lambda inner, x: inner(x) + x),
+        (Through, lambda inner, x: sum(inner(x, x))),
+    ],
+)
+def test_a_border_that_is_right_in_some_calls_only_is_refused(inner, call):
+    plan = {"inner.w1": {"style": "column", "dim": 0}, "inner.w2": {"style": "row", "dim": 1}}
+    assert codes(Around(inner(), call), plan) == {"AT319"}
+
+
+# -- what a forward changes, keeps, hooks and draws
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_a_patched_layer_is_refused(name):
+    model = MLP()
+    layer = getattr(model, name)
+    layer.forward = types.MethodType(lambda self, x: F.linear(x, self.weight, self.bias) * 2, layer)
+    assert codes(model) == {"AT206"}
+
+
+class Running(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("run", torch.zeros(33))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc1(x))
+        with torch.no_grad():
+            self.run.mul_(0.9).add_(h.mean(0) * 0.1)
+        return self.fc2(h - self.run)
+
+
+def test_a_buffer_that_is_read_in_part_and_written_is_refused():
+    assert codes(Running()) == {"AT317"}
+
+
+class Auxiliary(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc1(x))
+        self.loss = h.pow(2).sum()
+        return self.fc2(h)
+
+
+def test_a_part_of_a_sum_left_on_the_model_is_refused():
+    assert codes(Auxiliary()) == {"AT311"}
+
+
+class Hooked(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc1(x))
+        if h.requires_grad:
+            h.register_hook(lambda g: g / (g.norm() + 1e-6))
+        return self.fc2(h)
+
+
+class Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)  # runs no op
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / (g.norm() + 1e-6)
+
+
+class Own(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(Normed.apply(F.gelu(self.fc1(x))))
+
+
+@pytest.mark.parametrize("model", [Hooked, Own])
+def test_a_backward_of_its_own_on_a_shard_is_refused(model):
+    assert codes(model()) == {"AT323"}
+
+
+class AlwaysDropped(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.dropout(self.fc1(x), 0.5))
+
+
+def test_dropout_that_ignores_eval_draws_by_rank_in_eval():
+    def rank(group):
+        model = models.randomised(AlwaysDropped(hidden=32))
+        autotp.shard(model, PLAN, group)
+        seen: list[Tensor] = []
+        model.fc2.register_forward_pre_hook(lambda m, a: seen.append(a[0] == 0))
+        torch.manual_seed(0)
+        model.eval()(torch.ones(8, 16, dtype=torch.float64))
+        return seen[0]
+
+    first, second = simulate(2, rank)
+    assert not torch.equal(first, second)
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = MLP(), nn.LayerNorm(16)
+        self.block.__class__ = AskingBlock
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.block(x))
+
+
+class AskingBlock(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_a_branch_on_a_value_is_named_as_such():
+    assert codes(Asking()) == {"AT326"}
+
+
+# -- around the model
+
+
+def test_a_sharded_transformers_model_does_not_save_parts():
+    def rank(group):
+        model = autotp.shard(models.llama(num_hidden_layers=1), "llama", group)
+        with pytest.raises(autotp.UsageError) as caught:
+            model.save_pretrained("never")
+        return str(caught.value)
+
+    for message in simulate(2, rank):
+        assert message.endswith("call autotp.save_pretrained(model, folder) on every rank")
+
+
+def test_ranks_that_were_started_and_not_initialised(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        autotp.UsageError, match="2 ranks were started, and torch.distributed is not initialised"
+    ):
+        autotp.shard(MLP(), PLAN)
