@@ -85,13 +85,14 @@ def _through_properties(
     """Read the tensors that are read mapped as the sharded model will: through a property of the class. Here
     it gives an alias, so that a reading past it can be told."""
     swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+    made: dict[tuple[int, str], torch.Tensor] = {}
     try:
         for path, owner in module.named_modules():
             keys = [*owner._parameters, *owner._buffers]
             names = [k for k in keys if aliases.get(n := f"{path}.{k}" if path else k, n) in reads]
             if names:
                 swapped.append((owner, type(owner)))
-                body = {name: property(_aliased(name)) for name in names}
+                body = {name: property(_aliased(name, made)) for name in names}
                 owner.__class__ = type(type(owner).__name__, (type(owner),), body)
         yield
     finally:
@@ -99,11 +100,18 @@ def _through_properties(
             owner.__class__ = own
 
 
-def _aliased(name: str) -> Callable[[nn.Module], torch.Tensor | None]:
+def _aliased(
+    name: str, made: dict[tuple[int, str], torch.Tensor]
+) -> Callable[[nn.Module], torch.Tensor | None]:
     def read(owner: nn.Module) -> torch.Tensor | None:
         stored = owner._parameters.get(name)
         tensor = owner._buffers.get(name) if stored is None else stored
-        return None if tensor is None else torch.ops.aten.alias.default(tensor)
+        if tensor is None:
+            return None
+        key = (id(tensor), name)  # one object for every reading, as the tensor itself is
+        if key not in made:
+            made[key] = torch.ops.aten.alias.default(tensor)
+        return made[key]
 
     return read
 

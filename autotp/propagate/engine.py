@@ -317,8 +317,8 @@ class _Engine:
             value = self._value(node, None, grad=False)
             conflict = Conflict(
                 "AT323",
-                f"{node.meta['backward'][0]} handles the gradient of {value.name}, of which each rank has a part: "
-                "what it does is not traced, so the gradients cannot be proven",
+                f"{node.meta['backward'][0]} handles the gradient of {value.name}, of which each rank has a "
+                "part: what it does is not traced, so the gradients cannot be proven",
                 blame=(value,),
                 notes=(f"{value}",),
             )
