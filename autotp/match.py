@@ -41,6 +41,8 @@ from autotp.units import Fault
 
 __all__ = ["Matches", "Placed", "match"]
 
+LARGEST_TP = 1_000_000
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -91,6 +93,8 @@ def match(plan: Plan, inventory: Inventory, tp: int) -> Matches:
     """
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise UsageError(f"tp is a whole number of at least 1, not {tp!r}")
+    if tp > LARGEST_TP:
+        raise UsageError(f"tp is a number of ranks: at most {LARGEST_TP:,}, not {tp:,}")
     claims = claim(plan, inventory)
     placed, faults = _place(plan, inventory, tp, claims.decided)
     faults += _placed_twice(plan, placed)

@@ -906,3 +906,29 @@ def test_names_that_a_terminal_cannot_show(here):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"caf\\xe9: plan bert (shipped)")
+
+
+def test_what_nobody_foresaw_is_one_message(tmp_path, monkeypatch):
+    (tmp_path / "odd.py").write_text(
+        "from torch import nn\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self): super().__init__(); self.fc = nn.Linear(4, 4)\n"
+        "    def named_modules(self, *a, **k): raise LookupError('no names today')\n"
+    )
+    (tmp_path / "plan.yaml").write_text("rules:\n  fc: column\n")
+    command = [sys.executable, "-m", "autotp", "plan", "odd:Odd", "--plan", "plan.yaml", "--tp", "2"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "LookupError: no names today" in done.stderr and "AUTOTP_TRACEBACK=1" in done.stderr
+
+
+def test_a_tp_beyond_all_machines(tmp_path):
+    from autotp.diagnostic import UsageError
+    from autotp.match import match
+    from autotp.plan import Plan
+    from tests.inventories import MLP
+
+    with pytest.raises(UsageError) as caught:
+        match(Plan(rules={"fc1": "column"}), MLP, 10**20)
+    assert str(caught.value).startswith("tp is a number of ranks: at most 1,000,000, not 100,000,000,")

@@ -351,5 +351,5 @@ def test_a_sharded_transformers_model_does_not_save_parts():
 
 def test_ranks_that_were_started_and_not_initialised(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(autotp.UsageError, match="torch.distributed is not initialised on this one"):
+    with pytest.raises(autotp.UsageError, match=r"torch\.distributed is not initialised on this one"):
         autotp.shard(MLP(), PLAN)

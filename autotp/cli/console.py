@@ -115,6 +115,17 @@ def guarded(command: Callable[Arguments, int]) -> Callable[Arguments, None]:
             name = f"{error.filename}: " if error.filename else ""
             complain(f"{name}{error.strerror or error}")
             code = USAGE
+        except typer.Exit:
+            raise
+        except Exception as error:
+            if os.environ.get("AUTOTP_TRACEBACK"):
+                raise
+            complain(
+                f"{type(error).__name__}: {error}\n"
+                "  = note: raised by the model's own code, or a fault of autotp\n"
+                "  = help: AUTOTP_TRACEBACK=1 shows where"
+            )
+            code = USAGE
         raise typer.Exit(code)
 
     return run
