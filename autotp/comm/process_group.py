@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -20,6 +22,7 @@ __all__ = ["ProcessGroupGroup", "group_of", "sum_into", "sum_into_later", "withi
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
 _world: list[dist.ProcessGroup | None] = [None]  # whose groups are known
+_alive: weakref.WeakSet[ProcessGroupGroup] = weakref.WeakSet()
 _reduced_as = {torch.int16: torch.int32}  # gloo knows no 16-bit integers and no 8-bit floats
 _moved_as_bytes = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
 
@@ -29,6 +32,7 @@ class ProcessGroupGroup(KnownGroup):
 
     def __init__(self, process_group: dist.ProcessGroup, *, everyone: Sequence[int]) -> None:
         self.process_group = process_group
+        _alive.add(self)
         self.members = tuple(dist.get_process_group_ranks(process_group))
         self.everyone = tuple(everyone)
         self.rank = dist.get_rank(process_group)
@@ -139,6 +143,16 @@ def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:
     if group.rank != rank:
         raise UsageError(f"this object was pickled on rank {rank} and is loaded on rank {group.rank}")
     return group
+
+
+@atexit.register
+def _let_go() -> None:
+    """A process group that outlives `destroy_process_group` ends the process by an abort at exit (torch's
+    own threads); models and this table hold it."""
+    for group in list(_alive):
+        del group.process_group
+    _known.clear()
+    _world[0] = None
 
 
 def _wrapped(
