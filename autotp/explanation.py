@@ -68,7 +68,6 @@ class Explanation:
     - `mode`, `modes`             the mode that is shown, and all modes that were traced
     - `covers`                    the modes that run just as it does
     - `calls`                     how often the module runs; its first call is shown
-    - `traced_as`                 the layer of the same kind that was traced for it, or ""
     - `entered`, `steps`, `left`  what goes in, the ops in order, what comes out
     - `unknown`                   how many ops stand behind a finding, and so are unknown
     - `diagnostics`               every finding about the plan
@@ -83,7 +82,6 @@ class Explanation:
     modes: tuple[str, ...] = ()
     covers: tuple[str, ...] = ()
     calls: int = 0
-    traced_as: str = ""
     entered: tuple[Step, ...] = ()
     steps: tuple[Step, ...] = ()
     left: tuple[Step, ...] = ()

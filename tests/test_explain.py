@@ -140,10 +140,9 @@ def test_borders_are_told():
     assert [s.placement for s in found.left] == ["replicate"]
 
 
-def test_a_layer_that_was_not_traced_is_told_by_its_twin():
+def test_a_layer_deep_in_a_stack():
     found = autotp.explain(Stack(), "4", PLAN, tp=3)
-    assert (found.module, found.traced_as) == ("layers.4", "layers.1")
-    assert "  traced as layers.1, a layer of the same kind\n" in str(found)
+    assert found.module == "layers.4"
     assert [s.module for s in found.steps if s.mappings] == ["fc1", "fc2"]
 
 

@@ -43,8 +43,6 @@ def _headline(found: Explanation) -> str:
 
 def _notes(found: Explanation) -> list[str]:
     notes = []
-    if found.traced_as:
-        notes.append(f"traced as {found.traced_as}, a layer of the same kind")
     if found.covers:
         notes.append(f"the same in {', '.join(found.covers)}")
     if found.calls > 1:
@@ -180,7 +178,6 @@ def as_json(found: Explanation) -> str:
             "modes": list(found.modes),
             "covers": list(found.covers),
             "calls": found.calls,
-            "traced_as": found.traced_as or None,
             "in": [_data(step) for step in found.entered],
             "ops": [_data(step) for step in found.steps],
             "out": [_data(step) for step in found.left],
