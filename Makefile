@@ -15,11 +15,14 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 demo: $(READY)
 	$(RUN) -m demo
 
+# Two workers, a file of tests to each; one thread a worker, as a rank has.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile
+
 test: $(READY)
-	$(RUN) -m pytest -q
+	$(PYTEST)
 
 test-fast: $(READY)
-	$(RUN) -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: $(READY)
 	$(RUN) -m ruff format --check .
