@@ -33,7 +33,7 @@ from autotp.propagate.shapes import SHAPES
 from autotp.propagate.splitting import SPLITTING
 from autotp.trace.recorder import Trace, Val
 
-__all__ = ["Finding", "Propagation", "arguments_of", "draws", "op_name", "propagate"]
+__all__ = ["Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "op_name", "propagate"]
 
 Rule = Callable[[Call], Layout | list[Layout]]
 RULES: dict[str, Rule] = {
@@ -51,6 +51,7 @@ RULES: dict[str, Rule] = {
 }
 
 
+Walk = Callable[["Propagation", Mapping[str, str]], "Engine"]
 _READABLE = ("AT305", "AT306")  # a whole value meets a shard
 _REGIONAL = ("AT305", "AT306", "AT310", "AT311")  # or a partial sum is used
 
@@ -136,6 +137,7 @@ def propagate(
     kinds: Mapping[str, str],
     reads: Mapping[str, Read],
     regions: Mapping[str, Region],
+    engine: Walk | None = None,
 ) -> Propagation:
     """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
 
@@ -146,7 +148,7 @@ def propagate(
     known, around = dict(reads), dict(regions)
     while True:
         start = Propagation(trace, matches, dict(cuts), aliases, dict(known), dict(around))
-        result = _Engine(start, kinds).run()
+        result = (engine or Engine)(start, kinds).run()
         before = (dict(known), dict(around))
         for wanted in result.wanted:
             if isinstance(wanted, Read):
@@ -157,7 +159,9 @@ def propagate(
             return result
 
 
-class _Engine:
+class Engine:
+    """One walk through a trace: fills in the layouts of a `Propagation`."""
+
     def __init__(self, result: Propagation, kinds: Mapping[str, str]) -> None:
         self.result = result
         self.kinds = kinds
@@ -174,6 +178,7 @@ class _Engine:
         self.followed: set[str] = set()  # row layers whose cut is settled by a call
 
     def run(self) -> Propagation:
+        """Walk the whole graph, in order."""
         for node in self.result.trace.graph.nodes:
             if node.op == "placeholder":
                 self._set(node, [INVARIANT])
@@ -564,10 +569,10 @@ class _Engine:
             self.result.wanted += self._remedies(end, conflict)
 
 
-_LAYERS: dict[str, Callable[[_Engine, Call, Placed], tuple[list[Layout], list[Layout]]]] = {
-    "linear": _Engine._linear,
-    "addmm": _Engine._linear,
-    "embedding": _Engine._vocab,
+_LAYERS: dict[str, Callable[[Engine, Call, Placed], tuple[list[Layout], list[Layout]]]] = {
+    "linear": Engine._linear,
+    "addmm": Engine._linear,
+    "embedding": Engine._vocab,
 }
 
 
