@@ -100,10 +100,6 @@ CODES: dict[str, Code] = {
     ),
     "AT223": Code("The model is wrapped or hooked by another tool.", "Shard first, then wrap."),
     "AT224": Code("A weight is no plain tensor: quantised, lazy, or a subclass.", "Shard plain tensors."),
-    "AT225": Code(
-        "A live transformers Conv1D cannot be swapped for a parallel layer yet.",
-        "Leave it whole, or convert the checkpoint.",
-    ),
     "AT301": Code(
         "A layer that the plan leaves whole is given a shard of its features.",
         "Make it a row layer, or gather the output of the column layer before it.",

@@ -9,7 +9,7 @@ from torch import nn
 
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.collectives import Collective, collectives_of
-from autotp.diagnostic import Diagnostic, UsageError, errors
+from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
 from autotp.prove import Proof, prove
@@ -43,8 +43,7 @@ def decide_with_proof(
     stock = inventory(model)
     chosen, name = named_plan(plan, stock.config.get("model_type"))
     analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name)
-    refused = (*unsupported(model), *_not_yet(analysis.matches, analysis))
-    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
+    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *unsupported(model)))
     if check == "shapes" or not analysis.ok:
         return analysis, None
     proof = prove(model, analysis.matches, stock, make(model, inputs))
@@ -93,20 +92,3 @@ def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
         for mapping, places in (("copy", region.copied), ("reduce", region.reduced)):
             found += collectives_of(mapping, region.path, calls=len(places) * proof.calls.get(region.path, 1))
     return found
-
-
-def _not_yet(matches: Matches, analysis: Analysis) -> list[Diagnostic]:
-    """Layers that a plan may name and that cannot be swapped in place yet."""
-    return [
-        Diagnostic(
-            "AT225",
-            "transformers' Conv1D cannot be swapped for a parallel layer yet",
-            module=placed.path,
-            plan=placed.span,
-            help=('leave it whole, or use a checkpoint conversion with check="shapes"',),
-        )
-        for placed in matches.placed.values()
-        if placed.layouts
-        and placed.target == "module"
-        and analysis.inventory.modules[placed.path].kind == "conv1d"
-    ]

@@ -69,7 +69,15 @@ class Deal:
         unit = size // self.units
         return start * unit, stop * unit
 
+    @property
+    def shared(self) -> bool:
+        """Whether several ranks hold the same units, as kv heads are when there are fewer than ranks."""
+        return len(set(self.ranges)) < self.tp
+
     def __str__(self) -> str:
+        if self.shared:
+            holders = [self.ranges.count(held) for held in dict.fromkeys(self.ranges)]
+            return f"{len(holders)} parts, held by {'+'.join(map(str, holders))} ranks"
         sizes = [stop - start for start, stop in self.ranges]
         if len(set(sizes)) == 1:
             return f"{self.tp} equal parts"

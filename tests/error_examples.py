@@ -161,12 +161,6 @@ class Wide(models.MLP):
         return self.out(super().forward(x))
 
 
-def _conv1d() -> nn.Module:
-    from transformers.pytorch_utils import Conv1D
-
-    return nn.Sequential(Conv1D(8, 4))
-
-
 def _weight_norm() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)))
 
@@ -230,7 +224,6 @@ EXAMPLES: dict[str, Example] = {
         "autotp.shard(nn.DataParallel(model), plan)", lambda: nn.DataParallel(nn.Linear(4, 8))
     ),
     "AT224": _unsupported("autotp.shard(nn.Sequential(nn.LazyLinear(8)), plan)", _lazy),
-    "AT225": _live('rules:\n  "0": column\n', _conv1d),
     "AT304": _live(GOOD, Fourier),
     "AT310": _live("rules:\n  fc1: column\n  down: {style: row, dim: 1}\n", Summed),
     "AT317": _live(GOOD, Overwrites),

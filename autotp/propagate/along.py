@@ -164,9 +164,10 @@ class _Walk:
         if node not in self.whole.layouts:
             return found, why
         if placed.style == "column":
-            value = next(
-                (n for n in node.all_input_nodes if n in self.whole.copied.get(placed.path, ())), None
-            )
+            read = [
+                n for v in node.all_input_nodes for n in (v, *v.all_input_nodes)
+            ]  # a Conv1D has a view between
+            value = next((n for n in read if n in self.whole.copied.get(placed.path, ())), None)
             if value is not None:
                 first = self.firsts.get(placed.path)
                 if first is None:

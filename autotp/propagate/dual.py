@@ -23,6 +23,7 @@ from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 from autotp.propagate.reads import Read
 from autotp.trace.graph import Trace, TraceError, Val
+from autotp.trace.inventory import kind_of
 from autotp.trace.modes import Mode
 
 __all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
@@ -74,7 +75,7 @@ def trace_rank(
 
     parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
     held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
-    with _through_properties(module, reads, aliases):
+    with _through_properties(module, reads, aliases), _by_weight(module, placed):
         return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace)
 
 
@@ -98,6 +99,27 @@ def _through_properties(
     finally:
         for owner, own in swapped:
             owner.__class__ = own
+
+
+@contextlib.contextmanager
+def _by_weight(module: nn.Module, placed: Mapping[str, Placed]) -> Iterator[None]:
+    """Conv1Ds of the plan take their output size from their weight, as the parallel layer does."""
+    swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+    try:
+        for path in placed:
+            owner = module.get_submodule(path)
+            if placed[path].layouts and kind_of(owner) == "conv1d":
+                swapped.append((owner, type(owner)))
+                owner.__class__ = type(type(owner).__name__, (type(owner),), {"forward": _conv1d})
+        yield
+    finally:
+        for owner, own in swapped:
+            owner.__class__ = own
+
+
+def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+    return y.view((*x.size()[:-1], self.weight.size(1)))
 
 
 def _aliased(

@@ -298,7 +298,7 @@ class Engine:
         layouts = self._rule(call)
         self._random(call, layouts[0])
         self._written(call, layouts[0])
-        return layouts, layouts
+        return ([INVARIANT] if self._gathered(node) else layouts), layouts
 
     def _traced_backward(self, call: Call) -> None:
         """An autograd.Function has a backward of its own, which no trace shows."""
@@ -380,7 +380,39 @@ class Engine:
         return Call(node, op_name(node), arguments, results, tuple(values))
 
     def _seen(self, node: fx.Node, reader: fx.Node | None) -> Layout:
-        return border(self.result.trace, self.result.regions, node, self.result.layouts[node][0], reader)
+        layout = self.result.layouts[node][0]
+        layout = border(self.result.trace, self.result.regions, node, layout, reader)
+        if reader is None or not _same(layout):
+            return layout
+        if layout == REPLICATE and node in reader.meta.get("grads", ()):
+            return layout
+        return self._scattered(node, reader) or layout
+
+    # A Conv1D has views around its product, so its scatter and gather stand at the module's border.
+
+    def _scattered(self, node: fx.Node, reader: fx.Node) -> Shard | None:
+        """What a Conv1D that splits its input sees of it."""
+        placed = self.placed.get(reader.meta.get("module", ""))
+        if placed is None or not placed.rule.split_input or node.op == "get_attr":
+            return None
+        inside = (placed.path, reader.meta["call"]) in node.meta.get("stack", ())
+        cut = None if inside else self._conv1d_cut(placed)
+        return None if cut is None else cut.at(len(node.meta["val"].shape) - 1)
+
+    def _gathered(self, node: fx.Node) -> bool:
+        """Whether the value leaves a Conv1D that gathers its output."""
+        placed = self.placed.get(node.meta["module"])
+        if placed is None or not placed.rule.gather_output or self._conv1d_cut(placed) is None:
+            return False
+        left = self.result.trace.left.get(placed.path, [])
+        return any(value is node for call in left for _, value in call)
+
+    def _conv1d_cut(self, placed: Placed) -> Shard | None:
+        """The cut of a Conv1D's weight [in, out]; None for other layers."""
+        name = f"{placed.path}.weight" if placed.path else "weight"
+        cut = self.result.cuts.get(self._canonical(name))
+        turned = cut is not None and cut.dim == {"column": 1, "row": 0}.get(placed.style)
+        return cut if turned else None
 
     def _value(self, node: fx.Node, reader: fx.Node | None, *, grad: bool) -> Value:
         val: Val = node.meta["val"]
@@ -465,9 +497,11 @@ class Engine:
             )
         if value.grad and value.layout == REPLICATE:
             raise needs_copy(call, value, value)
+        conv1d = call.name == "addmm"
         if value.grad and value.layout == INVARIANT:
-            self.result.copied.setdefault(placed.path, []).append(value.node)
-        return ([INVARIANT] if placed.rule.gather_output else [cut]), [cut]
+            entered = value.node.all_input_nodes[0] if conv1d else value.node
+            self.result.copied.setdefault(placed.path, []).append(entered)
+        return ([INVARIANT] if placed.rule.gather_output and not conv1d else [cut]), [cut]
 
     def _row(
         self, call: Call, placed: Placed, value: Value, weight: Value
@@ -497,7 +531,7 @@ class Engine:
                 blame=(value, weight),
                 notes=(f"{value}",),
             )
-        if placed.rule.split_input:
+        if placed.rule.split_input and call.name != "addmm":
             raise Conflict(
                 "AT302",
                 "split_input is set, but the input is already sharded",

@@ -63,7 +63,7 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{type(model).__name__}: {what} is sharded already, over "
                 f"tp={module.__dict__[_KEY].group.size}; a model is sharded once, as a whole"
             )
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+        if isinstance(module.__dict__.get("shard"), Shard):  # every parallel layer has one
             raise UsageError(
                 f"{type(model).__name__}: {path or 'it'} is a {type(module).__name__} already; shard takes "
                 "models of whole layers"
@@ -101,19 +101,26 @@ def _adopt(
     module: nn.Module, placed: Placed, layouts: Mapping[str, Shard], group: Group, copied: bool | SharedCopy
 ) -> None:
     shard = layouts[f"{placed.path}.weight" if placed.path else "weight"]
-    if placed.style == "column":
-        assert isinstance(module, nn.Linear)
-        ColumnParallelLinear.adopt(
-            module, shard=shard, group=group, gather_output=placed.rule.gather_output, copy_input=copied
-        )
-    elif placed.style == "row":
-        assert isinstance(module, nn.Linear)
-        RowParallelLinear.adopt(
-            module, shard=shard, group=group, input_is_parallel=not placed.rule.split_input
-        )
-    else:
+    if placed.style == "vocab":
         assert isinstance(module, nn.Embedding)
         VocabParallelEmbedding.adopt(module, shard=shard, group=group)
+        return
+    column, row = _layers(module)
+    if placed.style == "column":
+        column.adopt(
+            module, shard=shard, group=group, gather_output=placed.rule.gather_output, copy_input=copied
+        )
+    else:
+        row.adopt(module, shard=shard, group=group, input_is_parallel=not placed.rule.split_input)
+
+
+def _layers(module: nn.Module) -> tuple[Any, Any]:
+    """The column and the row form of a layer."""
+    if isinstance(module, nn.Linear):
+        return ColumnParallelLinear, RowParallelLinear
+    from autotp.nn.conv1d import ColumnParallelConv1D, RowParallelConv1D  # it needs transformers
+
+    return ColumnParallelConv1D, RowParallelConv1D
 
 
 def _cut(model: nn.Module, layouts: Mapping[str, Shard], rank: int) -> None:
