@@ -51,6 +51,7 @@ class Analysis:
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof
+    - `forward`      a hash of the traced forwards, in which ranks must agree
     - `edits`        call-site edits as a diff
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
@@ -69,6 +70,7 @@ class Analysis:
     reads: tuple[Read, ...] = ()
     regions: tuple[Region, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()
+    forward: str = ""
     edits: str = ""
     plan_name: str = ""
 

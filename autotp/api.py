@@ -101,6 +101,7 @@ def _fingerprint(model: nn.Module, analysis: Analysis) -> dict[str, str]:
         "model": f"{type(model).__qualname__} {hashlib.sha256(described.encode()).hexdigest()}",
         "layouts": hashlib.sha256(layouts.encode()).hexdigest(),
         "check": analysis.certainty,
+        "forward": analysis.forward,
         "weights": _sampled(model),
     }
 
@@ -129,6 +130,7 @@ _TOLD = {
     "model": "different models (class, or the names, shapes and dtypes of the tensors)",
     "layouts": "different layouts",
     "check": "different checks",
+    "forward": "different forwards (a hook on one rank, another version of a library)",
     "weights": "different weights: build the model from the same seed or checkpoint on every rank",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,8 @@ from autotp.rewrite.apply import refuse_sharded
 from autotp.shapes import analyze_shapes
 from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
-from autotp.trace.support import unsupported
+from autotp.trace.modes import signature
+from autotp.trace.support import hooked, unsupported
 
 __all__ = ["decide", "decide_with_proof"]
 
@@ -43,7 +46,9 @@ def decide_with_proof(
     stock = inventory(model)
     chosen, name = named_plan(plan, stock.config.get("model_type"))
     analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name)
-    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *unsupported(model)))
+    cut = analysis.layouts if tp > 1 else ()
+    refused = (*unsupported(model), *hooked(model, cut))
+    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
     if check == "shapes" or not analysis.ok:
         return analysis, None
     proof = prove(model, analysis.matches, stock, make(model, inputs))
@@ -66,7 +71,21 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         reads=tuple(proof.reads.values()) if proven else (),
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),
+        forward=_digest(proof) if proven else "",
     )
+
+
+def _digest(proof: Proof) -> str:
+    """A hash of the traced forwards, the same on every device: what a hook adds on one rank is in it."""
+    digest = hashlib.sha256()
+    for mode, whole in proof.propagations.items():
+        handled = [(n.name, n.meta["backward"]) for n in whole.trace.graph.nodes if n.meta.get("backward")]
+        told = repr((mode, signature(whole.trace), handled))
+        digest.update(_OF_A_PROCESS.sub("", told).encode())
+    return digest.hexdigest()
+
+
+_OF_A_PROCESS = re.compile(r", index=\d+|(?<=cuda):\d+| at 0x[0-9a-f]+")  # devices and addresses
 
 
 def _collectives(matches: Matches, proof: Proof) -> list[Collective]:

@@ -9,7 +9,7 @@ layers that look alike may be called differently.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -23,8 +23,8 @@ from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Finding, Propagation, draws, propagate
 from autotp.propagate.reads import Read
-from autotp.propagate.regions import Region
-from autotp.trace.graph import Trace, TraceError
+from autotp.propagate.regions import Region, guard_of
+from autotp.trace.graph import Trace, TraceError, tensors_in
 from autotp.trace.inputs import Samples
 from autotp.trace.modes import Captured, Mode, capture_modes
 
@@ -99,6 +99,10 @@ class _Prover:
                 proof.diagnostics += diagnose(whole)
                 return
             self._keep(mode.name, whole, training=mode.training)
+        sizes = _sizes(self.samples)
+        for path, region in proof.regions.items():
+            traces = (trace for _, trace in found.traces)
+            proof.regions[path] = replace(region, guard=guard_of(path, traces, sizes))
         proof.modes += found.covered
         proof.shared = self._shared()
         if found.traces:
@@ -174,6 +178,13 @@ class _Prover:
             if found is not None:
                 return [found]
         return []
+
+
+def _sizes(samples: Samples) -> set[int]:
+    """The sizes of the inputs of every trace."""
+    every = [samples, *samples.also]
+    given = [value for one in every for value in (*one.args, *one.kwargs.values(), *one.labels.values())]
+    return {size for _, tensor, _ in tensors_in(given) for size in tensor.shape}
 
 
 def _random(whole: Propagation) -> None:

@@ -353,3 +353,106 @@ def test_ranks_that_were_started_and_not_initialised(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(autotp.UsageError, match=r"torch\.distributed is not initialised on this one"):
         autotp.shard(MLP(), PLAN)
+
+
+# -- what is no tensor, and what only some ranks or modes do
+
+
+class Counting(MLP):
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, int]]:
+        h = F.gelu(self.fc1(x))
+        return self.fc2(h), {"width": h.shape[-1]}
+
+
+class Noting(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.fc1(x))
+        self.width = h.shape[-1]
+        return self.fc2(h)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(Counting, "returns 17 at [1].width on rank 0, and 33"), (Noting, "leaves on the model 17 at width on")],
+)
+def test_numbers_that_a_forward_gives_back_are_compared(model, said):
+    (found,) = autotp.analyze(model(), PLAN, tp=2, inputs=X).diagnostics
+    assert found.code == "AT313" and said in found.message
+
+
+class WhenTraining(MLP):
+    compiling: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        if self.training and torch.compiler.is_compiling() is type(self).compiling:
+            h = h.softmax(-1)
+        return self.fc2(h)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_train_forward_is_traced_as_it_is_compiled_and_as_it_runs(compiling):
+    assert codes(type("Made", (WhenTraining,), {"compiling": compiling})()) == {"AT303"}
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_a_cut_parameter_is_refused(register):
+    model = MLP()
+    getattr(model.fc1.weight, register)(lambda g: g)
+    getattr(model.fc2.bias, register)(lambda g: g)  # whole
+    (found,) = autotp.analyze(model, PLAN, tp=2, inputs=X).diagnostics
+    assert found.code == "AT323" and "the gradient of fc1.weight" in found.message
+
+
+def test_ranks_whose_forwards_differ_by_a_hook_are_refused():
+    def rank(group):
+        model = MLP()
+        model.register_forward_hook(lambda module, args, out: out * 2 if group.rank else out)
+        with pytest.raises(autotp.UsageError, match="different forwards"):
+            autotp.shard(model, PLAN, group, inputs=X)
+        return type(model.fc1)
+
+    assert simulate(2, rank) == [nn.Linear] * 2
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(33, 16)), nn.Parameter(torch.randn(16, 33))
+
+    def forward(self, x: Tensor, normed: bool = False, times: int = 3, mask: Tensor | None = None) -> Tensor:
+        h = F.linear(x, self.w1)
+        h = h.softmax(-1) if normed else h
+        return h * times @ self.w2.T + (0 if mask is None else mask)
+
+
+class Switched(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.switch = Switch()
+
+    def forward(self, x: Tensor, *flags: Any) -> Tensor:
+        return self.switch(self.fc2(self.fc1(x)), *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((True, 3, None), "[0][1]=True"),
+        ((False, 4, None), "[0][2]=4"),
+        ((False, 3, X), "[0][3]=a tensor"),
+        ((False,), "nothing at [0][2], [0][3]"),
+    ],
+)
+def test_a_border_is_called_as_it_was_traced(flags, said):
+    plan = {**PLAN, "switch.w1": {"style": "column", "dim": 0}, "switch.w2": {"style": "row", "dim": 1}}
+
+    def rank(group):
+        model = autotp.shard(Switched(), plan, group, inputs=(X, False, 3, None))
+        assert model(X[:2], False, 3, None).shape == (2, 16)
+        with pytest.raises(autotp.UnprovenPath) as caught:
+            model(X, *flags)
+        return str(caught.value)
+
+    with torch.random.fork_rng():
+        assert all(f"than when its plan was proven: with {said};" in m for m in simulate(2, rank))

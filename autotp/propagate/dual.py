@@ -182,6 +182,25 @@ class _Comparison:
                 f"a rank's smaller sizes take another branch",
                 source=node,
             )
+        return self._numbers(local)
+
+    def _numbers(self, local: Trace) -> Finding | None:
+        """What a forward gives back besides tensors, and leaves on the model, must be the same on a rank."""
+        whole = self.whole.trace
+        for does, ours, theirs in (
+            ("returns", whole.returned, local.returned),
+            ("leaves on the model", whole.kept, local.kept),
+        ):
+            for place in dict.fromkeys([*ours, *theirs]):
+                want, got = ours.get(place, _NOTHING), theirs.get(place, _NOTHING)
+                if _said(want) != _said(got):
+                    return self._finding(
+                        whole.ops()[-1],
+                        "AT313",
+                        f"the forward {does} {_said(got)}{f' at {place}' if place else ''} on rank "
+                        f"{self.rank}, and {_said(want)} unsharded",
+                        help=("take it from a value that is whole on every rank",),
+                    )
         return None
 
     def _raw_reads(self, local: Trace) -> Finding | None:
@@ -326,6 +345,13 @@ _CONSTANT = (
     "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1), so that it "
     "follows the shard",
 )
+
+
+_NOTHING = object()
+
+
+def _said(value: object) -> str:
+    return "nothing" if value is _NOTHING else repr(value)
 
 
 def _named(node: fx.Node) -> dict[str, Any]:

@@ -14,15 +14,67 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial
 from autotp.trace.graph import Trace
 
-__all__ = ["Region", "border", "regions_for"]
+__all__ = ["Guard", "Region", "border", "guard_of", "regions_for"]
 
 Call = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """How a region was called in the traces: `ways` are the sets of (place, flag) of one call, where tensors
+    are flags, too; `numbers` the numbers that were seen at a place, sizes left out."""
+
+    ways: frozenset[frozenset[tuple[str, Any]]]
+    numbers: Mapping[str, frozenset[float]]
+
+    def unseen(self, given: Mapping[str, Any]) -> str:
+        """What of a call no trace has shown; "" for a call like a traced one."""
+        way = _way(given)
+        if way not in self.ways:
+            near = min(self.ways, key=lambda known: (len(known ^ way), sorted(map(repr, known))))
+            return ", ".join(f"{place}={_flag(value)}" for place, value in sorted(way - near, key=repr)) or (
+                f"nothing at {', '.join(sorted(place for place, _ in near - way))}"
+            )
+        for place, value in given.items():
+            if place in self.numbers and value not in self.numbers[place]:
+                return f"{place}={value!r}"
+        return ""
+
+
+def _way(given: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    return frozenset((place, None if _is_number(value) else value) for place, value in given.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+
+
+def _flag(value: Any) -> str:
+    return "a tensor" if isinstance(value, type) else repr(value)
+
+
+def guard_of(path: str, traces: Iterable[Trace], sizes: Iterable[int]) -> Guard:
+    """The guard of a region from all traced calls. Whole numbers that are multiples of a size of the inputs
+    change with the inputs, and are no flags."""
+    calls = [given for trace in traces for given in trace.given.get(path, [])]
+    sizes = [size for size in sizes if size > 1]
+    numbers: dict[str, set[Any]] = {}
+    free: set[str] = set()
+    for given in calls:
+        for place, value in given.items():
+            if _is_number(value):
+                numbers.setdefault(place, set()).add(value)
+                if isinstance(value, int) and any(value % size == 0 for size in sizes):
+                    free.add(place)
+    kept = {place: frozenset(seen) for place, seen in numbers.items() if place not in free}
+    return Guard(frozenset(map(_way, calls)), kept)
 
 
 @dataclass(frozen=True)
@@ -30,12 +82,14 @@ class Region:
     """A module with mappings at its border: the places of arguments that are copied, of results reduced.
 
     A place is what `tensors_in` calls a tensor's position: `[0][0]` the first positional argument,
-    `[1].mask` a keyword argument, `` the result itself, `[0]` its first item.
+    `[1].mask` a keyword argument, `` the result itself, `[0]` its first item. `guard` says how the traces
+    call it: another flag may take another way through its forward, where its border was not looked for.
     """
 
     path: str
     copied: frozenset[str] = field(default_factory=frozenset)
     reduced: frozenset[str] = field(default_factory=frozenset)
+    guard: Guard | None = field(default=None, compare=False)
 
     def __or__(self, other: Region) -> Region:
         """Both regions' mappings."""

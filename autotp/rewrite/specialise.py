@@ -22,7 +22,7 @@ from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
-from autotp.trace.graph import tensors_in
+from autotp.trace.graph import given_in, tensors_in
 
 __all__ = ["specialise"]
 
@@ -113,10 +113,21 @@ def _forward(base: type[nn.Module]) -> Callable[..., Any]:
         assert own.region is not None
         if torch.is_grad_enabled():  # a copy is for its gradient
             args, kwargs = _mapped((args, kwargs), own, own.region.copied, mappings.copy, "is called with")
+        _guarded(own.region, (args, kwargs))
         output = base.forward(self, *args, **kwargs)
         return _mapped(output, own, own.region.reduced, mappings.reduce, "returns")
 
     return forward
+
+
+def _guarded(region: Region, given: Any) -> None:
+    """Raise for a call that no trace has shown: another flag, None for a tensor."""
+    unseen = region.guard.unseen(given_in(given)) if region.guard is not None else ""
+    if unseen:
+        raise UnprovenPath(
+            f"{region.path} is called in another way than when its plan was proven: with {unseen}; shard the "
+            "model with inputs= that call it this way"
+        )
 
 
 def _mapped(value: Any, own: _Own, places: frozenset[str], mapping: Callable[..., Tensor], does: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.trace.graph import Output, Trace, TraceError, Val, tensors_in
+from autotp.trace.graph import Output, Trace, TraceError, Val, given_in, numbers_in, tensors_in
 from autotp.trace.source import error_span, line_span
 from autotp.trace.untouched import untouched
 
@@ -136,6 +136,8 @@ class _Watch:
 
     def __init__(self, root: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
         self.calls: dict[str, int] = {}
+        self.given: dict[str, list[dict[str, Any]]] = {}
+        self.returned: dict[str, Any] = {}
         self.outputs: list[tuple[str, bool]] = []
         self.failed = ""
         self._error: BaseException | None = None
@@ -153,7 +155,9 @@ class _Watch:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not path:
                 self.calls.clear()
+                self.given.clear()
             self.calls[path] = call = self.calls.get(path, 0) + 1
+            self.given.setdefault(path, []).append(given_in((args, kwargs)))
             _border(path, call - 1, "entered", (args, kwargs))
             try:
                 if before is not None:
@@ -163,6 +167,7 @@ class _Watch:
                     out = _replaced(*next(iter(_aside(after, path, out))))
                 _border(path, call - 1, "left", out)
                 if not path:
+                    self.returned = numbers_in(out)
                     found = list(tensors_in(out))
                     self.outputs = [(name, cached) for name, _, cached in found]
                     return [tensor for _, tensor, _ in found]
@@ -225,7 +230,7 @@ class _Converted:
         grad: bool,
         inputs: Any,
     ) -> None:
-        self.trace = Trace(calls=watch.calls, route="export")
+        self.trace = Trace(calls=watch.calls, given=watch.given, returned=watch.returned, route="export")
         self._needs: set[fx.Node] = set()  # nodes that a gradient flows to
         self._root = program.graph_module
         nodes: dict[fx.Node, Any] = {}

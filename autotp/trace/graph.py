@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from autotp.diagnostic import Span
 
-__all__ = ["OPAQUE", "Output", "Trace", "TraceError", "Val", "tensors_in"]
+__all__ = ["OPAQUE", "Output", "Trace", "TraceError", "Val", "given_in", "numbers_in", "tensors_in"]
 
 
 class TraceError(Exception):
@@ -73,9 +73,11 @@ class Trace:
     - on `get_attr`, `name` and `origin`: "parameter", "buffer", "constant" or "unknown".
 
     `entered` and `left` hold, for each module and each of its calls, the tensors that went in and came out:
-    (place among the arguments or in the result, node). `calls` says how often each module ran in the (last)
-    forward, `stored` what the forward left on attributes of modules, `opaque` the modules that were not
-    looked into, `route` how the trace was made: "recorder" or "export".
+    (place among the arguments or in the result, node). `given` holds what `given_in` says of each call, also
+    in the modes that this trace covers; `returned` what the forward gives back besides tensors, `kept` what
+    else it left on attributes of modules, each number by its place. `calls` says how often each module ran in
+    the (last) forward, `stored` what tensors the forward left on attributes of modules, `opaque` the modules
+    that were not looked into, `route` how the trace was made: "recorder" or "export".
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -83,6 +85,9 @@ class Trace:
     calls: dict[str, int] = field(default_factory=dict)
     entered: dict[str, list[list[tuple[str, fx.Node]]]] = field(default_factory=dict)
     left: dict[str, list[list[tuple[str, fx.Node]]]] = field(default_factory=dict)
+    given: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    returned: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     stored: list[Output] = field(default_factory=list)
     opaque: tuple[str, ...] = ()
     route: str = "recorder"
@@ -109,6 +114,7 @@ class _Opaque:
 OPAQUE = _Opaque()
 
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+_NUMBERS = (str, int, float, complex, torch.dtype)
 _CODE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, nn.Module, torch.Generator)
 
 
@@ -119,14 +125,52 @@ def tensors_in(out: Any, name: str = "", cached: bool = False) -> Iterator[tuple
     >>> [name for name, _, _ in tensors_in({"a": torch.zeros(1), "b": [torch.zeros(2)]})]
     ['a', 'b[0]']
     """
+    for place, value, cache in _leaves(out, name, cached):
+        if isinstance(value, torch.Tensor):
+            yield place, value, cache
+
+
+def numbers_in(out: Any, name: str = "") -> dict[str, Any]:
+    """Every number, word and None in a result, by its place; what a cache object holds is left out.
+
+    >>> numbers_in((torch.zeros(1), {"width": 3}, None))
+    {'[1].width': 3, '[2]': None}
+    """
+    return {
+        place: value
+        for place, value, cached in _leaves(out, name, False)
+        if not cached and (value is None or isinstance(value, _NUMBERS))
+    }
+
+
+def given_in(args: Any, name: str = "") -> dict[str, Any]:
+    """What a call is given: place -> the number, word or None, or `torch.Tensor` for a tensor. Objects that
+    are no plain containers are not looked into.
+
+    >>> given_in(((torch.zeros(1), 3), {"flag": True}))
+    {'[0][0]': <class 'torch.Tensor'>, '[0][1]': 3, '[1].flag': True}
+    """
+    if isinstance(args, Mapping):
+        parts = [(f"{name}.{key}" if name else str(key), part) for key, part in args.items()]
+    elif isinstance(args, (list, tuple)):
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(args)]
+    elif isinstance(args, torch.Tensor):
+        return {name: torch.Tensor}
+    else:
+        return {name: args} if args is None or isinstance(args, _NUMBERS) else {}
+    return {place: value for where, part in parts for place, value in given_in(part, where).items()}
+
+
+def _leaves(out: Any, name: str, cached: bool) -> Iterator[tuple[str, Any, bool]]:
+    """Tensors and plain values, each with its place and whether a cache object holds it."""
     seen: set[int] = set()
     todo: list[tuple[str, Any, bool]] = [(name, out, cached)]
     while todo:
         where, value, cache = todo.pop()
-        if isinstance(value, torch.Tensor):
+        if value is None or isinstance(value, (torch.Tensor, *_PLAIN)):
             yield where, value, cache
             continue
-        if value is None or isinstance(value, (_PLAIN, _CODE)) or id(value) in seen:
+        if isinstance(value, _CODE) or id(value) in seen:
             continue
         seen.add(id(value))
         # transformers' caches come back into the same model: what they hold stays local on purpose.

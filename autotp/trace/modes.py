@@ -4,8 +4,8 @@
 |---|---|---|---|
 | eval | the forward, as it is exported | yes | no |
 | train | the same, with dropout | yes | yes |
-| train with labels | and with the loss | yes | yes |
 | run time | without padding mask and as it runs when nothing traces it | yes | no |
+| train, run time | the same, with dropout; with labels: train with labels, and with the loss | yes | yes |
 | eval, other rank | [batch, sequence, features] where [batch, features] was found | yes | no |
 | decode | a forward that fills a cache, then one step of one token on it | no | no |
 | inference | the forward alone, for models without a cache | no | no |
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,11 +89,7 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
     """The modes in which `module` is to be traced, the plainest first."""
     args, kwargs = samples.args, dict(samples.kwargs)
     found = [Mode("eval", args, kwargs, True), Mode("train", args, kwargs, True, training=True)]
-    if samples.labels:
-        labelled = {**kwargs, **samples.labels}
-        # Labels are autotp's own: a model may want others.
-        found.append(Mode("train with labels", args, labelled, True, training=True, optional=True))
-    found.append(_run_time(module, samples))
+    found += [_run_time(module, samples, training=True), _run_time(module, samples)]
     found += [
         Mode(f"eval, {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
         for other in samples.also
@@ -108,6 +104,7 @@ def capture_modes(module: nn.Module, samples: Samples) -> Captured:
     with no more gradients, is covered by it."""
     result = Captured()
     seen: dict[Any, str] = {}
+    traces: dict[str, Trace] = {}
     for listed in modes(module, samples):
         mode: Mode | None = listed
         while mode is not None:
@@ -121,7 +118,10 @@ def capture_modes(module: nn.Module, samples: Samples) -> Captured:
             known = seen.get(signature(trace, gradients=mode.grad))
             if known is not None:
                 result.covered[mode.name] = known
+                for path, calls in trace.given.items():
+                    traces[known].given.setdefault(path, []).extend(calls)
             else:
+                traces[mode.name] = trace
                 result.traces.append((mode, trace))
                 for gradients in {mode.grad, False}:
                     seen.setdefault(signature(trace, gradients=gradients), mode.name)
@@ -191,15 +191,23 @@ def _caches(module: nn.Module) -> str | None:
     return next((n for n in ("past_key_values", "cache_params") if n in names), None)
 
 
-def _run_time(module: nn.Module, samples: Samples) -> Mode:
+def _run_time(module: nn.Module, samples: Samples, *, training: bool = False) -> Mode:
     """Nothing tells the model that it is traced. A cache stands for "these are no packed sequences", which a
     model would otherwise ask of values. Some ops of experts run only where they are compiled."""
     kwargs = {k: v for k, v in samples.kwargs.items() if k != "attention_mask"}
     if _caches(module) is not None and "use_cache" in inspect.signature(module.forward).parameters:
         kwargs["use_cache"] = True
-    plain = {"exporting": False, "optional": True}
-    compiled = Mode("run time", samples.args, kwargs, True, compiling=True, **plain)  # type: ignore[arg-type]
-    return Mode("run time", samples.args, kwargs, True, otherwise=compiled, **plain)  # type: ignore[arg-type]
+    name = ("train with labels" if samples.labels else "train, run time") if training else "run time"
+    labels = samples.labels if training else {}
+    last = None
+    if labels:  # autotp's own: a model may want others
+        whole = {**samples.kwargs, **labels}
+        last = Mode(name, samples.args, whole, True, training=True, optional=True)
+    runs = Mode(
+        name, samples.args, {**kwargs, **labels}, True,
+        training=training, exporting=False, compiling=True, optional=True, otherwise=last,
+    )  # fmt: skip
+    return replace(runs, compiling=None, otherwise=runs)
 
 
 def _decode(module: nn.Module, samples: Samples, inference: Mode) -> Mode | None:

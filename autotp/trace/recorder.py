@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.trace.graph import OPAQUE, Output, Trace, TraceError, Val, tensors_in
+from autotp.trace.graph import OPAQUE, Output, Trace, TraceError, Val, given_in, numbers_in, tensors_in
 from autotp.trace.source import caller_span, error_span
 from autotp.trace.untouched import untouched
 
@@ -159,6 +159,7 @@ if MISSING is None:
                 self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
                 call = self._counts[path] = self._counts.get(path, -1) + 1
                 self.trace.entered.setdefault(path, []).append(self._tensors((args, kwargs)))
+                self.trace.given.setdefault(path, []).append(given_in((args, kwargs)))
                 self.stack.append((path, call))
                 try:
                     if before is not None:
@@ -387,12 +388,14 @@ if MISSING is None:
                 raise TraceError("the forward is a generator, which runs after it has returned", "", None)
             for name, tensor, cached in tensors_in(out):
                 self.trace.outputs.append(Output(name, self._node(tensor), cached))
+            self.trace.returned |= numbers_in(out)
 
         def close_graph(self) -> None:
             """Note what the forward left on modules, and close the graph."""
             for path, module in self._root.named_modules():
                 before = self._fakes.attributes.get(id(module), {})
                 left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
+                self.trace.kept |= numbers_in(left, path)
                 for name, tensor, _ in tensors_in(left, path):
                     if isinstance(tensor, FakeTensor) and id(tensor) not in self._fakes.names:
                         self.trace.stored.append(Output(name, self._node(tensor), True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from autotp.diagnostic import Diagnostic
 
-__all__ = ["unsupported"]
+__all__ = ["hooked", "unsupported"]
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _QUANTISED = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "torchao", "hqq", "quanto")
@@ -73,3 +73,22 @@ def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
                     "AT224", f"{name} is a {type(tensor).__name__}, not a plain tensor", module=path,
                     help=("autotp shards plain tensors; shard first, then wrap",),
                 )  # fmt: skip
+
+
+def hooked(module: nn.Module, cut: Container[str]) -> Iterator[Diagnostic]:
+    """A finding for each parameter of `cut` with hooks on its gradient: they would see a rank's part."""
+    seen: set[int] = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        hooks = getattr(parameter, "_backward_hooks", None) or getattr(
+            parameter, "_post_accumulate_grad_hooks", None
+        )
+        if hooks and name in cut and id(parameter) not in seen:
+            seen.add(id(parameter))
+            hook = next(iter(hooks.values()))
+            called = getattr(hook, "__qualname__", type(hook).__name__)
+            yield Diagnostic(
+                "AT323",
+                f"{called} hooks the gradient of {name}, of which each rank would have a part: a norm or a "
+                "maximum of it would be a part's",
+                help=("register the hook after shard, where it is written for a rank's part",),
+            )
