@@ -100,6 +100,10 @@ CODES: dict[str, Code] = {
     ),
     "AT223": Code("The model is wrapped or hooked by another tool.", "Shard first, then wrap."),
     "AT224": Code("A weight is no plain tensor: quantised, lazy, or a subclass.", "Shard plain tensors."),
+    "AT226": Code(
+        "A parameter that the plan cuts has a hook on its gradient.",
+        "Register the hook after shard, written for a rank's part.",
+    ),
     "AT301": Code(
         "A layer that the plan leaves whole is given a shard of its features.",
         "Make it a row layer, or gather the output of the column layer before it.",

@@ -224,6 +224,7 @@ EXAMPLES: dict[str, Example] = {
         "autotp.shard(nn.DataParallel(model), plan)", lambda: nn.DataParallel(nn.Linear(4, 8))
     ),
     "AT224": _unsupported("autotp.shard(nn.Sequential(nn.LazyLinear(8)), plan)", _lazy),
+    "AT226": _live(GOOD, faults.hooked),
     "AT304": _live(GOOD, Fourier),
     "AT310": _live("rules:\n  fc1: column\n  down: {style: row, dim: 1}\n", Summed),
     "AT317": _live(GOOD, Overwrites),

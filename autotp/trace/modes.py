@@ -89,7 +89,7 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
     """The modes in which `module` is to be traced, the plainest first."""
     args, kwargs = samples.args, dict(samples.kwargs)
     found = [Mode("eval", args, kwargs, True), Mode("train", args, kwargs, True, training=True)]
-    found += [_run_time(module, samples, training=True), _run_time(module, samples)]
+    found += [_run_time(module, samples), _run_time(module, samples, training=True)]
     found += [
         Mode(f"eval, {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
         for other in samples.also

@@ -87,7 +87,7 @@ def hooked(module: nn.Module, cut: Container[str]) -> Iterator[Diagnostic]:
             hook = next(iter(hooks.values()))
             called = getattr(hook, "__qualname__", type(hook).__name__)
             yield Diagnostic(
-                "AT323",
+                "AT226",
                 f"{called} hooks the gradient of {name}, of which each rank would have a part: a norm or a "
                 "maximum of it would be a part's",
                 help=("register the hook after shard, where it is written for a rank's part",),
