@@ -33,7 +33,7 @@ def test_a_plain_module():
     found = capture_modes(nn.Linear(4, 4), Samples.given(X))
     assert list(traces(found)) == ["eval"]
     assert (
-        found.covered == {m: "eval" for m in ("train", "train, run time", "run time", "inference")}
+        found.covered == dict.fromkeys(("train", "train, run time", "run time", "inference"), "eval")
         and not found.failed
     )
 
