@@ -1,10 +1,11 @@
 """A linear layer whose input gradient is summed over the ranks while its weight gradient is computed.
 
-    backward of copy, then linear:   dX = dY W, all-reduce dX, wait, dW = dYᵀ X
-    backward here:                   dX = dY W, start the all-reduce, dW = dYᵀ X, wait
+    backward of copy, then linear:   dX = dY W, dW = dYᵀ X, all-reduce a copy of dX
+    here, with overlap:              dX = dY W, start the all-reduce of dX, dW = dYᵀ X, wait
+    here, without:                   dX = dY W, dW = dYᵀ X, all-reduce dX
 
 As Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py). Only the
-order differs: the numbers are the same to the last bit.
+order differs, and dX is summed where it lies: the numbers are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ class _CopiedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dy @ weight  # (..., in), partial; a product is nobody else's, so the sum may be written into it
-        if torch.is_grad_enabled():  # to be differentiated again: nothing is hidden from autograd
-            total = mappings.reduce(dx, ctx.group)
+        again = torch.is_grad_enabled()  # to be differentiated again: nothing is hidden from autograd
+        if again:
             x = mappings.copy(x, ctx.group)
-            wait = None
-        elif ctx.overlap:
-            wait = sum_into_later(dx, ctx.group)
-        else:
-            total, wait = sum_into(dx, ctx.group), None
+        wait = sum_into_later(dx, ctx.group) if ctx.overlap and not again else None
         rows = dy.reshape(-1, dy.shape[-1])  # (n, out/tp)
         dweight = rows.t() @ x.reshape(-1, x.shape[-1])
         dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return (total if wait is None else wait()), dweight, dbias, None, None
+        if wait is not None:
+            total = wait()
+        else:  # after both products, which read the same dY
+            total = mappings.reduce(dx, ctx.group) if again else sum_into(dx, ctx.group)
+        return total, dweight, dbias, None, None
 
 
 def copied_linear(
