@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from autotp.nn.splitting import split as split
     from autotp.plan import Plan as Plan
     from autotp.plan import Rule as Rule
+    from autotp.rewrite.unshard import unshard as unshard
+    from autotp.state import gather_state_dict as gather_state_dict
+    from autotp.state import load_state_dict as load_state_dict
     from autotp.verification import Verification as Verification
 
 __version__ = "0.1.0"
@@ -62,7 +65,9 @@ __all__ = [
     "convert",
     "explain",
     "from_pretrained",
+    "gather_state_dict",
     "initialize",
+    "load_state_dict",
     "mappings",
     "merge",
     "nn",
@@ -70,6 +75,7 @@ __all__ = [
     "save_pretrained",
     "shard",
     "split",
+    "unshard",
     "verify",
 ]
 
@@ -92,7 +98,9 @@ _HOME = {
     "convert": "autotp.checkpoint.convert",
     "explain": "autotp.explanation",
     "from_pretrained": "autotp.checkpoint.load",
+    "gather_state_dict": "autotp.state",
     "initialize": "autotp.groups",
+    "load_state_dict": "autotp.state",
     "mappings": "autotp.mappings",
     "merge": "autotp.checkpoint.merge",
     "nn": "autotp.nn",
@@ -100,6 +108,7 @@ _HOME = {
     "save_pretrained": "autotp.checkpoint.save",
     "shard": "autotp.api",
     "split": "autotp.nn.splitting",
+    "unshard": "autotp.rewrite.unshard",
     "verify": "autotp.api",
 }
 
@@ -108,12 +117,15 @@ _NEEDS_TORCH = {
     "clip_grad_norm_",
     "explain",
     "from_pretrained",
+    "gather_state_dict",
     "initialize",
+    "load_state_dict",
     "mappings",
     "nn",
     "save_pretrained",
     "shard",
     "split",
+    "unshard",
     "verify",
 }
 

@@ -7,7 +7,6 @@ import hashlib
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from autotp.analysis import Analysis
@@ -15,6 +14,7 @@ from autotp.comm import Group, group_of
 from autotp.decide import decide
 from autotp.diagnostic import PlanError, UsageError
 from autotp.dry_run import PlanLike
+from autotp.fingerprint import sampled
 from autotp.rewrite.apply import apply
 from autotp.verification import Verification, compare
 
@@ -102,26 +102,8 @@ def _fingerprint(model: nn.Module, analysis: Analysis) -> dict[str, str]:
         "layouts": hashlib.sha256(layouts.encode()).hexdigest(),
         "check": analysis.certainty,
         "forward": analysis.forward,
-        "weights": _sampled(model),
+        "weights": sampled((*model.parameters(), *model.buffers())),
     }
-
-
-def _sampled(model: nn.Module, count: int = 65536) -> str:
-    """A hash of up to `count` elements of each tensor: ranks that drew other weights are found out."""
-    digest = xxhash.xxh3_128()
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_meta or not tensor.numel():
-                digest.update(b"-")
-                continue
-            flat = tensor.detach().reshape(-1)
-            picked = flat[:: max(1, flat.numel() // count)].contiguous().cpu()
-            digest.update(
-                picked.view(torch.uint8).numpy().tobytes()
-                if picked.dtype != torch.bool
-                else bytes(picked.tolist())
-            )
-    return digest.hexdigest()
 
 
 _TOLD = {

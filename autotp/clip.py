@@ -8,34 +8,15 @@ own clip_grad_norm_ sees one rank's parts only, and would scale each rank differ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from autotp.comm import Group
 from autotp.diagnostic import UsageError
 from autotp.mappings import owned
-from autotp.placement import Shard
-from autotp.rewrite.apply import sharded
+from autotp.parts import parts_of
 
 __all__ = ["clip_grad_norm_"]
-
-
-def _cut_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, Shard, Group]]:
-    """Every cut parameter of parallel layers and of what `autotp.shard` has cut, with its shard and group."""
-    for module in model.modules():
-        remembered = sharded(module)
-        if remembered is not None:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if name in remembered.layouts:
-                    yield parameter, remembered.layouts[name], remembered.group
-        layouts, group = getattr(module, "layouts", None), getattr(module, "group", None)
-        if isinstance(layouts, dict) and isinstance(group, Group):
-            for name, shard in layouts.items():
-                own = module._parameters.get(name)
-                if own is not None:
-                    yield own, shard, group
 
 
 def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
@@ -62,10 +43,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     if not norm_type > 0:
         raise UsageError(f"clip_grad_norm_: norm_type={norm_type} is not a p-norm with p > 0")
-    cut = {id(parameter): (shard, group) for parameter, shard, group in _cut_parameters(model)}
+    cut = parts_of(model)
     with torch.no_grad():
         norms: list[Tensor] = []
-        parts: dict[Group, list[Tensor]] = {group: [] for _, group in cut.values()}
+        parts: dict[Group, list[Tensor]] = {part.group: [] for part in cut.values()}
         gradients = []
         for parameter in model.parameters():
             if parameter.grad is None:
@@ -77,10 +58,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             if id(parameter) not in cut:
                 norms.append(torch.linalg.vector_norm(gradient, norm_type))
                 continue
-            shard, group = cut[id(parameter)]
+            part = cut[id(parameter)]
             if not parameter.grad.is_sparse:
-                gradient = owned(gradient, group, shard=shard)
-            parts[group].append(torch.linalg.vector_norm(gradient, norm_type))
+                gradient = owned(gradient, part.group, shard=part.shard)
+            parts[part.group].append(torch.linalg.vector_norm(gradient, norm_type))
         device = gradients[0].device if gradients else torch.device("cpu")
         dtype = torch.promote_types(gradients[0].dtype, torch.float32) if gradients else torch.float32
         for group, found in parts.items():

@@ -8,7 +8,7 @@ holds this rank's part, so that an optimizer built before still holds the right 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_rank_stream
 from autotp.rewrite.specialise import specialise
+from autotp.rewrite.undo import Change, changes, snapshot
 from autotp.slicing import take
 
-__all__ = ["Sharded", "apply", "refuse_sharded", "sharded"]
+__all__ = ["Sharded", "apply", "forget_graphs", "forget_sharding", "refuse_sharded", "sharded"]
 
 _KEY = "_autotp"
 
@@ -36,7 +37,8 @@ class Sharded:
     """What a sharded model remembers: how each tensor is cut, by name, over which group, from which plan.
 
     It lives on the model and not on the parameters, where deepcopy and `fully_shard` lose attributes.
-    `shapes` are the global shapes of the cut tensors, `aliases` further names of tied tensors.
+    `shapes` are the global shapes of the cut tensors, `aliases` further names of tied tensors, `changes` what
+    was done to the modules.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Sharded:
     aliases: Mapping[str, str]
     certainty: str
     modes: tuple[str, ...]
+    changes: Mapping[str, Change] = field(default_factory=dict)
 
 
 def sharded(model: nn.Module) -> Sharded | None:
@@ -78,6 +81,7 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
         analysis.plan, group, dict(analysis.layouts), shapes, dict(analysis.inventory.aliases),
         analysis.certainty, analysis.modes,
     )  # fmt: skip
+    before = snapshot(model)
     if group.size > 1:
         copies = {path: SharedCopy(group, len(paths)) for paths in analysis.shared for path in paths[:1]}
         copies |= {path: copies[paths[0]] for paths in analysis.shared for path in paths[1:]}
@@ -93,8 +97,13 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
             model.register_forward_pre_hook(_refuse_training)
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save
-    model.__dict__[_KEY] = remembered
+    model.__dict__[_KEY] = replace(remembered, changes=changes(model, before))
     return model
+
+
+def forget_sharding(model: nn.Module) -> None:
+    """The model is whole again, and may be sharded anew."""
+    del model.__dict__[_KEY]
 
 
 def _adopt(
@@ -137,7 +146,7 @@ def _cut(model: nn.Module, layouts: Mapping[str, Shard], rank: int) -> None:
                 tensor.grad = None
                 with torch.no_grad():
                     part = take(tensor.data, shard, rank)
-                    _forget_graphs(tensor)
+                    forget_graphs(tensor)
                     tensor.data = part
                     if gradient is not None:
                         tensor.grad = take(gradient, shard, rank)
@@ -150,7 +159,7 @@ def _refuse_save(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _forget_graphs(tensor: torch.Tensor) -> None:
+def forget_graphs(tensor: torch.Tensor) -> None:
     """A graph of a forward before now keeps the tensor's accumulator, which knows its whole shape, and later
     backward passes would meet it. Another dtype makes torch drop it; the old graph's backward then raises."""
     if tensor.is_floating_point():
