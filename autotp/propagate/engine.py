@@ -53,7 +53,7 @@ RULES: dict[str, Rule] = {
 
 Walk = Callable[["Propagation", Mapping[str, str]], "Engine"]
 _READABLE = ("AT305", "AT306")  # a whole value meets a shard
-_REGIONAL = ("AT305", "AT306", "AT310", "AT311")  # or a partial sum is used
+_REGIONAL = ("AT305", "AT306", "AT310", "AT311", "AT314")  # or a partial sum is used
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Engine:
             found += solve(node, self.result.layouts, self._attempt, self.kinds)
         if not found and conflict.code in _REGIONAL:
             free = self.result.cuts.keys() - self.owners.keys()
-            leaving = conflict.code in ("AT310", "AT311")
+            leaving = conflict.code in ("AT310", "AT311", "AT314")
             found += regions_for(
                 node, self.result.trace, self.result.layouts, self.origins, tensors=free, leaving=leaving
             )
