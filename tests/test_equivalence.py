@@ -10,8 +10,11 @@ import random
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,16 +24,18 @@ from autotp.comm import Group, simulate
 from autotp.decide import decide
 from autotp.diagnostic import render
 from autotp.rewrite.apply import apply
+from autotp.trace import modes
 from tests.grammar import PRODUCTIONS, Sentence, sentence
 
 TOLERANCE = 1e-9
 
 
-def outcome(made: Sentence) -> tuple[str, str]:
+def outcome(made: Sentence, *, every_mode: bool = False) -> tuple[str, str]:
     """What a sentence ends in: exact, whole (nothing is cut), refused, or WRONG; and what was said."""
     model = made.build()
     try:
-        analysis = decide(model, made.plan, tp=made.tp, inputs=made.inputs(3, 5))
+        with _modes(None if every_mode else 1):
+            analysis = decide(model, made.plan, tp=made.tp, inputs=made.inputs(3, 5))
     except autotp.PlanError as error:
         return "refused", str(error)
     if not analysis.ok:
@@ -86,6 +91,14 @@ def far(wanted: Tensor, got: Tensor, scale: float | None = None) -> float:
     largest = max(1.0, float(wanted.abs().max())) if scale is None else scale
     found = float((wanted - got).abs().max()) / (largest or 1.0)
     return found if found == found else float("inf")
+
+
+@contextmanager
+def _modes(count: int | None) -> Iterator[None]:
+    """Only so many modes are traced: these modules run alike in all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modes, "modes", lambda *args, every=modes.modes: every(*args)[:count])
+        yield
 
 
 class _Counted:

@@ -75,7 +75,48 @@ def test_a_value_that_comes_past_the_border_is_refused():
     model = Around()
     model.raw.__class__ = Peeking
     analysis = autotp.analyze(model, PLAN, tp=2)
-    assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT305"]
+    assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT319"]
+
+
+class After(nn.Module):
+    """An output projection right after the raw module, and another raw module right after that."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.one, self.two, self.between = Raw(), Raw(), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.one(x, torch.ones(()))
+        return self.two(one if self.between is None else self.between(one), torch.ones(()))
+
+
+@pytest.mark.parametrize("between", [lambda: nn.Linear(16, 16), lambda: None])
+def test_a_sum_is_reduced_before_the_next_layer(between):
+    plan = {p.replace("raw.", ""): rule for p, rule in PLAN.items()}
+    model, inputs = After(between()), torch.randn(5, 16)
+    if model.between is not None:
+        plan["between"] = {"style": "column", "gather_output": True}
+    analysis = autotp.analyze(model, plan, tp=2, inputs=inputs)
+    assert {r.path: r.reduced for r in analysis.regions} == {"one": {""}, "two": {""}}
+    assert autotp.verify(model, plan, tp=2, inputs=inputs).ok
+
+
+class Looked(nn.Module):
+    """A table of ids that feeds a raw module, and everything else: its gradient comes from parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net = nn.Embedding(11, 16), Net()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        return (self.net(h) + h) @ self.table.weight.T
+
+
+def test_a_table_that_feeds_a_region_is_copied_at_its_border():
+    analysis = autotp.analyze(Looked(), PLAN, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long))
+    assert analysis.ok and analysis.reads == ()
+    assert autotp.verify(Looked(), PLAN, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long)).ok
 
 
 def test_a_bias_in_the_sum_is_refused():

@@ -230,6 +230,36 @@ def test_a_border_that_is_right_in_some_calls_only_is_refused(inner, call):
     assert codes(Around(inner(), call), plan) == {"AT319"}
 
 
+class TakesItsOwn(Raw):
+    given: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(self.given) + 0 * self.ffn(x)
+
+
+class LeavesItsOwn(Raw):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.ffn(x)
+        return self.last
+
+
+def past_the_argument(inner: Any, x: Tensor) -> Tensor:
+    inner.given = x
+    return inner(x) + x
+
+
+def past_the_result(inner: Any, x: Tensor) -> Tensor:
+    return inner(x) + inner.last.tanh() + x
+
+
+@pytest.mark.parametrize(
+    ("inner", "call"), [(TakesItsOwn, past_the_argument), (LeavesItsOwn, past_the_result)]
+)
+def test_what_passes_a_border_by_is_refused(inner, call):
+    plan = {"inner.w1": {"style": "column", "dim": 0}, "inner.w2": {"style": "row", "dim": 1}}
+    assert codes(Around(inner(), call), plan) & {"AT319", "AT311"}
+
+
 # -- what a forward changes, keeps, hooks and draws
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, describe
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, op_name
+from autotp.propagate.regions import left
 
 __all__ = ["borders"]
 
@@ -34,10 +35,12 @@ def borders(whole: Propagation) -> list[Finding]:
 def _regions(whole: Propagation) -> Iterator[Finding]:
     trace = whole.trace
     for path, region in whole.regions.items():
-        for entered, left in zip(trace.entered.get(path, []), trace.left.get(path, []), strict=False):
-            out = {node for _, node in left}
+        calls = zip(trace.entered.get(path, []), trace.left.get(path, []), strict=False)
+        for call, (entered, gone) in enumerate(calls):
+            out = {node for _, node in gone}
+            reader = next((n for n in trace.ops() if (path, call) in n.meta.get("stack", ())), None)
             for place, node in entered:
-                layout = whole.layouts.get(node, [INVARIANT])[0]
+                layout = left(trace, whole.regions, node, whole.layouts.get(node, [INVARIANT])[0], reader)
                 if place in region.copied and layout != INVARIANT:
                     yield _at(
                         whole, node, path, f"in one call, {place} is {describe(layout)} and in another whole"
@@ -46,10 +49,10 @@ def _regions(whole: Propagation) -> Iterator[Finding]:
                     yield _at(
                         whole, node, path, f"{place} is copied at the border and comes out as it went in"
                     )
-            missing = (region.copied - {p for p, _ in entered}) | (region.reduced - {p for p, _ in left})
+            missing = (region.copied - {p for p, _ in entered}) | (region.reduced - {p for p, _ in gone})
             if missing:
                 yield _at(whole, None, path, f"one call has no tensor at {', '.join(sorted(missing))}")
-            for place, node in left:
+            for place, node in gone:
                 if place in region.reduced and whole.layouts.get(node, [PARTIAL])[0] != PARTIAL:
                     yield _at(
                         whole, node, path, f"what it returns at {place or 'its result'} is no sum in one call"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from autotp.match import Placed
 from autotp.placement import Shard
@@ -22,7 +23,8 @@ from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 from autotp.propagate.reads import Read
-from autotp.trace.graph import Trace, TraceError, Val
+from autotp.propagate.regions import Region
+from autotp.trace.graph import Trace, TraceError, Val, tensors_in
 from autotp.trace.inventory import kind_of
 from autotp.trace.modes import Mode
 
@@ -75,30 +77,45 @@ def trace_rank(
 
     parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
     held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
-    with _through_properties(module, reads, aliases), _by_weight(module, placed):
+    with _as_sharded(module, reads, whole.regions, aliases), _by_weight(module, placed):
         return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace)
 
 
 @contextlib.contextmanager
-def _through_properties(
-    module: nn.Module, reads: Mapping[str, Read], aliases: Mapping[str, str]
+def _as_sharded(
+    module: nn.Module, reads: Mapping[str, Read], regions: Mapping[str, Region], aliases: Mapping[str, str]
 ) -> Iterator[None]:
-    """Read the tensors that are read mapped as the sharded model will: through a property of the class. Here
-    it gives an alias, so that a reading past it can be told."""
+    """Read the tensors that are read mapped as the sharded model will: through a property of the class, and
+    map at a region's border in its class's forward. Here both give an alias, so that what passes them by can
+    be told."""
     swapped: list[tuple[nn.Module, type[nn.Module]]] = []
     made: dict[tuple[int, str], torch.Tensor] = {}
     try:
         for path, owner in module.named_modules():
             keys = [*owner._parameters, *owner._buffers]
             names = [k for k in keys if aliases.get(n := f"{path}.{k}" if path else k, n) in reads]
-            if names:
+            body: dict[str, Any] = {name: property(_aliased(name, made)) for name in names}
+            if path in regions:
+                body["forward"] = _bordered(regions[path], type(owner))
+            if body:
                 swapped.append((owner, type(owner)))
-                body = {name: property(_aliased(name, made)) for name in names}
                 owner.__class__ = type(type(owner).__name__, (type(owner),), body)
         yield
     finally:
         for owner, own in swapped:
             owner.__class__ = own
+
+
+def _bordered(region: Region, base: type[nn.Module]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = aliased((args, kwargs), region.copied)
+        return aliased(base.forward(self, *args, **kwargs), region.reduced)
+
+    def aliased(value: Any, places: frozenset[str]) -> Any:
+        found = {id(t): torch.ops.aten.alias.default(t) for p, t, _ in tensors_in(value) if p in places}
+        return pytree.tree_map(lambda leaf: found.get(id(leaf), leaf), value)
+
+    return forward
 
 
 @contextlib.contextmanager
@@ -153,7 +170,7 @@ class _Comparison:
         wanted, got = self.whole.trace.ops(), local.ops()
         for graph in (self.whole.trace.graph, local.graph):
             self._number(graph)
-        finding = self._constants(local) or self._raw_reads(local)
+        finding = self._constants(local) or self._raw_reads(local) or self._past_borders(local)
         if finding is not None:
             return finding
         i = j = 0
@@ -217,6 +234,31 @@ class _Comparison:
                     )
                     return self._finding(next(iter(found.users)), "AT312", message, source=past)
         return None
+
+    def _past_borders(self, local: Trace) -> Finding | None:
+        """What a region maps at its border must go in and come out by it alone."""
+        for path, region in self.whole.regions.items():
+            calls = zip(local.entered.get(path, []), local.left.get(path, []), strict=False)
+            for here, (entered, gone) in (((path, call), both) for call, both in enumerate(calls)):
+                for place, node in entered:
+                    inside = [u for u in node.users if here in u.meta.get("stack", ())]
+                    past = next((u for u in inside if op_name(u) != "alias"), None)
+                    if place in region.copied and past is not None:
+                        return self._past(path, f"is given {place}", past)
+                for place, node in gone:
+                    if place in region.reduced and op_name(node) == "alias":
+                        others = (u for u in node.all_input_nodes[0].users if u is not node)
+                        past = next((u for u in others if here not in u.meta.get("stack", ())), None)
+                        if past is not None:
+                            return self._past(path, f"returns {place or 'its result'}", past)
+        return None
+
+    def _past(self, path: str, does: str, past: fx.Node) -> Finding:
+        message = (
+            f"{path or 'the model'} owns sharded tensors and has a mapping at its border where it {does}; "
+            "here that value is read past the border"
+        )
+        return self._finding(past, "AT319", message, help=("hand it over as an argument or a result",))
 
     def _constants(self, local: Trace) -> Finding | None:
         """Tensors that the forward makes of numbers must be the same numbers on a rank."""

@@ -53,7 +53,7 @@ RULES: dict[str, Rule] = {
 
 Walk = Callable[["Propagation", Mapping[str, str]], "Engine"]
 _READABLE = ("AT305", "AT306")  # a whole value meets a shard
-_REGIONAL = ("AT305", "AT306", "AT310", "AT311", "AT314")  # or a partial sum is used
+_LEAVING = ("AT310", "AT311", "AT314")  # a partial sum is used
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,8 @@ class Engine:
         """One op call; a conflict is noted and leaves the value unknown."""
         if any(n not in self.result.layouts for n in node.all_input_nodes):
             return
-        origins = frozenset().union(*(self.origins[n] for n in node.all_input_nodes))
+        cut = (n for n in node.all_input_nodes if not _same(self._seen(n, node)))
+        origins = frozenset().union(*(self.origins[n] for n in cut))
         try:
             if node.target is operator.getitem:
                 source, index = node.args
@@ -250,16 +251,28 @@ class Engine:
 
     def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Region]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
+        code = conflict.code
         found: list[Read | Region] = []
-        if conflict.code in _READABLE and node.op != "output":
+        if code in ("AT305", *_LEAVING):
+            found += self._regions(node, leaving=True)
+        if not found and code == "AT305":  # a copy at the border serves whatever comes in
+            found += self._regions(node, leaving=False)
+        if not found and code in _READABLE and node.op != "output":
             found += solve(node, self.result.layouts, self._attempt, self.kinds)
-        if not found and conflict.code in _REGIONAL:
-            free = self.result.cuts.keys() - self.owners.keys()
-            leaving = conflict.code in ("AT310", "AT311", "AT314")
-            found += regions_for(
-                node, self.result.trace, self.result.layouts, self.origins, tensors=free, leaving=leaving
-            )
+        if not found and code == "AT306":
+            found += self._regions(node, leaving=False)
         return found
+
+    def _regions(self, node: fx.Node, *, leaving: bool) -> list[Region]:
+        return regions_for(
+            node,
+            self.result.trace,
+            self.result.layouts,
+            self.origins,
+            tensors=self.result.cuts.keys() - self.owners.keys(),
+            known=self.result.regions,
+            leaving=leaving,
+        )
 
     def _find(self, node: fx.Node, conflict: Conflict, origins: frozenset[str]) -> None:
         blamed = [o for value in conflict.blame for o in sorted(value.origins)]

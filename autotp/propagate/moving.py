@@ -32,9 +32,12 @@ def _rot90(call: Call) -> Layout:
 
 def _difference(call: Call) -> Layout:
     value: Value = call["self"]
-    if len(call.values) > 1:
+    if any(v.layout != value.layout for v in call.values):
         raise Conflict(
-            "AT304", f"{call.name} with values before or after, of which one is not whole", blame=call.values
+            "AT307",
+            f"{call.name} with a value before or after that is laid out differently",
+            blame=call.values,
+            notes=tuple(str(v) for v in call.values),
         )
     return _beside(call, value, [call["dim"]])
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import fx
 
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
 from autotp.trace.graph import Trace
 
-__all__ = ["Guard", "Region", "border", "guard_of", "regions_for"]
+__all__ = ["Guard", "Region", "border", "guard_of", "left", "regions_for"]
 
 Call = tuple[str, int]
 
@@ -103,6 +103,20 @@ def border(
     """How `reader` sees a value: copied if it came in through a region's border, reduced if it left one."""
     if not regions:
         return layout
+    layout = left(trace, regions, value, layout, reader)
+    if layout == INVARIANT and reader is not None:
+        for path, call in reader.meta.get("stack", ()):
+            region = regions.get(path)
+            came_in = region is not None and (path, call) not in value.meta.get("stack", ())
+            if region is not None and came_in and _places(trace.entered, path, call, value) & region.copied:
+                return REPLICATE
+    return layout
+
+
+def left(
+    trace: Trace, regions: Mapping[str, Region], value: fx.Node, layout: Layout, reader: fx.Node | None
+) -> Layout:
+    """How `reader` sees a value that came out of a region: a partial sum is reduced at its border."""
     around = set(reader.meta.get("stack", ())) if reader is not None else set()
     if layout == PARTIAL:
         for path, call in value.meta.get("stack", ()):
@@ -110,12 +124,6 @@ def border(
             out = region is not None and (path, call) not in around
             if region is not None and out and _places(trace.left, path, call, value) & region.reduced:
                 return INVARIANT
-    if layout == INVARIANT and reader is not None:
-        for path, call in reader.meta.get("stack", ()):
-            region = regions.get(path)
-            came_in = region is not None and (path, call) not in value.meta.get("stack", ())
-            if region is not None and came_in and _places(trace.entered, path, call, value) & region.copied:
-                return REPLICATE
     return layout
 
 
@@ -135,11 +143,12 @@ def regions_for(
     origins: Mapping[fx.Node, frozenset[str]],
     *,
     tensors: Iterable[str],
+    known: Mapping[str, Region],
     leaving: bool,
 ) -> list[Region]:
     """The regions that may resolve a conflict at `node`: a partial sum that is used (`leaving`), or a whole
-    value that meets a part of one. `tensors` are the cut tensors of no layer."""
-    return _Finder(node, trace, layouts, origins, frozenset(tensors), leaving).find()
+    value that meets a part of one. `tensors` are the cut tensors of no layer, `known` the regions so far."""
+    return _Finder(node, trace, layouts, origins, frozenset(tensors), known, leaving).find()
 
 
 class _Finder:
@@ -150,9 +159,10 @@ class _Finder:
         layouts: Mapping[fx.Node, list[Layout]],
         origins: Mapping[fx.Node, frozenset[str]],
         tensors: frozenset[str],
+        known: Mapping[str, Region],
         leaving: bool,
     ) -> None:
-        self.leaving = leaving
+        self.known, self.leaving = known, leaving
         self.node, self.trace, self.layouts, self.origins, self.tensors = (
             node,
             trace,
@@ -164,7 +174,7 @@ class _Finder:
     def find(self) -> list[Region]:
         found: dict[str, Region] = {}
         for value in self.node.all_input_nodes:
-            layout = self.layouts.get(value, [INVARIANT])[0]
+            layout = self._seen(value)
             if isinstance(layout, Partial) and self.leaving:
                 region = self._leaving(value)
             elif layout == INVARIANT and not self.leaving and value in self.node.meta.get("grads", ()):
@@ -174,6 +184,10 @@ class _Finder:
             if region is not None:
                 found[region.path] = found[region.path] | region if region.path in found else region
         return list(found.values())
+
+    def _seen(self, value: fx.Node) -> Layout:
+        """How the op sees a value, past the borders that are known."""
+        return border(self.trace, self.known, value, self.layouts.get(value, [INVARIANT])[0], self.node)
 
     def _owner(self, node: fx.Node, origins: frozenset[str]) -> Call | None:
         """The smallest module around `node` that owns all the cut tensors of `origins`."""
@@ -185,7 +199,8 @@ class _Finder:
         return None
 
     def _entering(self, value: fx.Node) -> Region | None:
-        origins = frozenset().union(*(self.origins.get(n, frozenset()) for n in self.node.all_input_nodes))
+        cut = [n for n in self.node.all_input_nodes if isinstance(self._seen(n), (Shard, Partial))]
+        origins = frozenset().union(*(self.origins.get(n, frozenset()) for n in cut))
         owner = self._owner(self.node, origins)
         if owner is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.grammar.blocks import BLOCKS
@@ -29,9 +30,9 @@ def sentence(choose: Chooser) -> Sentence:
         else:
             x = "x"
             net.values["x"] = ("B", "S", width)
-        for _ in range(w.one(1, 1, 2, 2, 3)):
+        for number in range(w.one(1, 1, 2)):
             x = on_whole(w, x, width)
-            y = _block(w, x, width)
+            y = _block(w, x, width, BLOCKS if number else BLOCKS[:-1])
             if w.maybe(0.6):
                 w.uses("residual")
                 y = w.let(f"{w.operand(x)} + {w.operand(y)}", "B", "S", width)
@@ -43,7 +44,8 @@ def sentence(choose: Chooser) -> Sentence:
     if kind in ("wrong plan", "both"):
         for _ in range(w.one(1, 1, 2, 3)):
             plan = _spoilt(w, plan)
-    return Sentence("".join(w.classes), plan, tp, frozenset(w.used), kind == "right", ids, width)
+    cuts = any(rule != "replicate" for rule in plan.values())
+    return Sentence("".join(w.classes), plan, tp, frozenset(w.used), kind == "right" and cuts, ids, width)
 
 
 def _embedded(w: Writer, width: int) -> str:
@@ -54,17 +56,16 @@ def _embedded(w: Writer, width: int) -> str:
     return w.let(f"self.{emb}(ids)", "B", "S", width)
 
 
-def _block(w: Writer, x: str, width: int) -> str:
+def _block(w: Writer, x: str, width: int, blocks: Sequence[Any]) -> str:
     """A block in this forward, or as a module of its own."""
-    block = w.one(*BLOCKS)
+    block = w.one(*blocks)
     if w.maybe(0.6):
         return block(w, x, width)
     with w.inside("x") as scope:
         scope.values["x"] = ("B", "S", width)
         y = block(w, "x", width)
     w.close(scope, y)
-    part = w.keep("part", f"{scope.name}()")
-    return w.let(f"self.{part}({w.operand(x)})", "B", "S", width)
+    return w.part(scope, x, width)
 
 
 def _result(w: Writer, x: str, width: int, ids: bool) -> str:
@@ -90,8 +91,9 @@ def _spoilt(w: Writer, plan: dict[str, Any]) -> dict[str, Any]:
     if kind == "add" or not plan:
         if not bare:
             return plan
-        rules = ("column", "row", {"style": "column", "gather_output": True}, {"style": "row", "split_input": True})
-        return plan | {w.one(*bare): w.one(*rules)}
+        options = {"column": "gather_output", "row": "split_input"}
+        style = w.one("column", "row")
+        return plan | {w.one(*bare): w.one(style, {"style": style, options[style]: True})}
     name = w.one(*plan)
     if kind == "drop":
         return {k: v for k, v in plan.items() if k != name}
@@ -103,7 +105,8 @@ def _spoilt(w: Writer, plan: dict[str, Any]) -> dict[str, Any]:
         style = w.one("column", "row", "replicate")
         kept = {k: v for k, v in rule.items() if k == "dim" and style != "replicate"}
         return plan | {name: {"style": style, **kept}}
-    changes: list[dict[str, Any]] = [{"heads": w.one(2, 3, 4, 6)}, {"sections": w.one(2, 3)}, {"heads": None}, {"sections": None}]
+    changes: list[dict[str, Any]] = [{"heads": w.one(2, 3, 4, 6)}, {"sections": w.one(2, 3)}]
+    changes += [{"heads": None}, {"sections": None}]
     if rule["style"] == "column":
         changes.append({"gather_output": True})
     if rule["style"] == "row":

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.grammar.templates import FORMS
+
 __all__ = ["Chooser", "Scope", "Sentence", "Writer"]
 
 T = TypeVar("T")
@@ -101,6 +103,7 @@ class Writer:
         self.classes: list[str] = []
         self.rules: dict[str, Any] = {}
         self.linears: list[str] = []
+        self.parts: list[str] = []
         self.used: set[str] = set()
 
     # -- choices
@@ -122,6 +125,15 @@ class Writer:
         """How many heads or features are dealt: at least one for each rank, mostly uneven."""
         return self.one(*range(self.tp, max(most, self.tp) + 1))
 
+    def pick(self, forms: tuple[list[str], list[str]], **values: Any) -> str:
+        """One of the right or, where the sentence strays, of the wrong forms of a statement."""
+        right, wrong = forms
+        return self.one(*(wrong if wrong and self.strays() else right)).format(**values)
+
+    def form(self, name: str, **values: Any) -> str:
+        """One of the forms of that name."""
+        return self.pick(FORMS[name], **values)
+
     # -- text
 
     @property
@@ -130,7 +142,7 @@ class Writer:
 
     @contextmanager
     def inside(self, *arguments: str) -> Iterator[Scope]:
-        """Write a class of its own; its last statement is `scope.result`."""
+        """Write a class of its own."""
         scope = Scope(f"Part{next(self.counter)}", arguments)
         self.scopes.append(scope)
         yield scope
@@ -161,6 +173,15 @@ class Writer:
         return self.one(*(other for other, its in self.scope.values.items() if its == shape))
 
     # -- layers and tensors
+
+    def layer(self, x: str, fan_in: int, fan_out: int, rule: Any = None) -> str:
+        """A linear layer and its call."""
+        return self.let(f"{self.linear(fan_in, fan_out, rule)}({self.operand(x)})", "B", "S", fan_out)
+
+    def part(self, scope: Scope, x: str, n: int, *more: str) -> str:
+        """A closed class's instance and its call."""
+        self.parts.append(self.keep("part", f"{scope.name}()"))
+        return self.let(f"self.{self.parts[-1]}({', '.join([self.operand(x), *more])})", "B", "S", n)
 
     def linear(self, fan_in: int, fan_out: int, rule: Any = None) -> str:
         """A linear layer with its rule; returns what calls it."""
