@@ -15,7 +15,7 @@ from autotp.placement import Layout, Partial, Replicate, Shard
 from autotp.plan import Plan
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
-from autotp.propagate.engine import Propagation, _Engine, op_name
+from autotp.propagate.engine import Propagation, Engine, op_name
 from autotp.trace.recorder import Val, record
 from tests.layouts import Placed, indices, part, parts, sides, tensor
 
@@ -61,7 +61,7 @@ class Recorded:
                     needs.update(dict.fromkeys(_seen_through(written), True))
             node.meta["val"] = _with_grad(val, needs.get(node, False))
         result = Propagation(self.trace, Matches(tp, _PLAN, {}, {}, ()), {}, {})
-        engine = _Engine(result, {})
+        engine = Engine(result, {})
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
                 engine._set(node, [combination[self.places.index(node)][0]])

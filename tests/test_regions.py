@@ -102,7 +102,7 @@ def test_a_sum_is_reduced_before_the_next_layer(between):
 
 
 class Looked(nn.Module):
-    """A table of ids that feeds a raw module, and everything else: its gradient comes from parameters alone."""
+    """A table of ids that feeds a raw module, and all else: its gradient comes from parameters alone."""
 
     def __init__(self) -> None:
         super().__init__()
