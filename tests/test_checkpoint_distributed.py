@@ -8,7 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autotp
-from autotp.checkpoint.distributed import LoadPlanner, SavePlanner, _Cut
+from autotp.checkpoint.chunks import Chunked
+from autotp.checkpoint.distributed import LoadPlanner, SavePlanner
 from autotp.diagnostic import CheckpointError
 from autotp.slicing import take
 from tests.layouts import cuts, tensor
@@ -112,8 +113,8 @@ def test_what_would_be_lost_is_refused(ranks, tmp_path):
         "numbered": f"'optimizer.state.0.exp_avg' differs on ranks 0 and 1, {tail}",
         "drifted": f"'seed' differs on ranks 0 and 1, {tail}",
         "other keys": "the states of ranks 0 and 1 are not alike: 'extra0' is in one only",
-        "of another shape": "'factored.fc1.weight' has shape [3], and rank 0's part of 'fc1.weight' is [17, 16]: "
-        "it is not known how to cut it",
+        "of another shape": "'factored.fc1.weight' has shape [3], and rank 0's part of 'fc1.weight' is "
+        "[17, 16]: it is not known how to cut it",
     }
 
 
@@ -163,7 +164,7 @@ def test_chunks_make_up_the_tensor(tp):
     for shard in cuts(1, 12, tp):
         again, places = torch.zeros_like(value), {}
         for rank in range(tp):
-            found = _Cut((3, 12, 2), shard, rank)
+            found = Chunked((3, 12, 2), shard, rank)
             local = take(value, shard, rank)
             for chunk, at in found.chunks():
                 piece = local.narrow(1, at, chunk.sizes[1])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -41,41 +40,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from autotp.checkpoint.chunks import Chunked, Chunks
 from autotp.checkpoint.digest import new_digest
 from autotp.checkpoint.together import together
-from autotp.comm import Group, GroupOfOne
+from autotp.comm import Group
 from autotp.diagnostic import CheckpointError, UsageError
-from autotp.placement import Shard
-from autotp.slicing import cut
 
 __all__ = ["LoadPlanner", "SavePlanner"]
 
 SLOWEST_STATE = 600.0  # seconds that ranks wait for one that is still making its state
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How one tensor of the state is cut: the whole shape, and this rank's pieces of it."""
-
-    shape: tuple[int, ...]
-    shard: Shard
-    rank: int
-
-    def chunks(self) -> Iterator[tuple[ChunkStorageMetadata, int]]:
-        """Each piece that this rank holds, and where it stands in the rank's own dim."""
-        local = 0
-        for start, stop in cut(self.shape, self.shard, self.rank):
-            offsets, sizes = [0] * len(self.shape), list(self.shape)
-            offsets[self.shard.dim], sizes[self.shard.dim] = start, stop - start
-            yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), local
-            local += stop - start
-
-    def piece(self, tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-        """The part of this rank's tensor that is the chunk of this index."""
-        for chunk, local in self.chunks():
-            if chunk.offsets == index.offset:
-                return tensor.narrow(self.shard.dim, local, chunk.sizes[self.shard.dim])
-        raise CheckpointError(f"{index.fqn!r} has no part at {list(index.offset or ())} on rank {self.rank}")
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -89,13 +62,13 @@ class SavePlanner(DefaultSavePlanner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(**{**options, "flatten_state_dict": True, "enable_plan_caching": False})
-        self._model = _Model(model)
+        self._chunks = Chunks(model)
 
     def create_local_plan(self) -> SavePlan:
         """Chunks of the cut tensors, and all others whole."""
-        group = self._model.group
+        group = self._chunks.group
         with together(group, timeout=SLOWEST_STATE):
-            self._cuts = self._model.cuts(self.state_dict, self.mappings)
+            self._cuts = self._chunks.cuts(self.state_dict, self.mappings)
             plan = super().create_local_plan()
             held = dict(self._held_by_several())
         _compare(group, {key for key, value in self.state_dict.items() if _plain(value)}, held)
@@ -117,7 +90,7 @@ class SavePlanner(DefaultSavePlanner):
             found = self._cuts[key]
             others = {
                 chunk.offsets
-                for rank in range(self._model.group.size)
+                for rank in range(self._chunks.group.size)
                 if rank != found.rank
                 for chunk, _ in replace(found, rank=rank).chunks()
             }
@@ -143,12 +116,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(**{**options, "flatten_state_dict": True})
-        self._model = _Model(model)
+        self._chunks = Chunks(model)
 
     def create_local_plan(self) -> LoadPlan:
         """What to read of which chunk; all faults are told at once, before."""
         assert self.metadata is not None, "set_up_planner comes first"
-        self._cuts = self._model.cuts(self.state_dict, self.mappings)
+        self._cuts = self._chunks.cuts(self.state_dict, self.mappings)
         faults, items = [], []
         for key, value in self.state_dict.items():
             there = self.metadata.state_dict_metadata.get(key)
@@ -202,51 +175,6 @@ class LoadPlanner(DefaultLoadPlanner):
             ) from error
 
 
-class _Model:
-    """What is remembered of a model's cuts, and the parameters that a state's keys name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from autotp.rewrite.apply import sharded
-
-        memory = sharded(model)
-        self.group: Group = GroupOfOne() if memory is None else memory.group
-        self.cut: dict[str, _Cut] = {}
-        self.names = set(model.state_dict())
-        if memory is None:
-            return
-        first = {
-            id(tensor): name
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if name in memory.layouts
-        }
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            known = name if name in memory.layouts else first.get(id(tensor))
-            if known is not None:
-                self.cut[name] = _Cut(memory.shapes[known], memory.layouts[known], self.group.rank)
-
-    def cuts(
-        self, state: Mapping[str, Any], mappings: Mapping[str, tuple[str | int, ...]]
-    ) -> dict[str, _Cut]:
-        """How the cut tensors of a flat state are cut, by its keys."""
-        found = {}
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
-                continue
-            named = [step for step in mappings[key] if step in self.names]
-            if not named or named[-1] not in self.cut:
-                continue
-            one = self.cut[str(named[-1])]
-            local = one.shard.local_shape(one.shape, one.rank)
-            if tuple(value.shape) == local:
-                found[key] = one
-            elif value.numel() != 1:
-                raise UsageError(
-                    f"{key!r} has shape {list(value.shape)}, and rank {one.rank}'s part of {named[-1]!r} is "
-                    f"{list(local)}: it is not known how to cut it"
-                )
-        return found
-
-
 def _compare(group: Group, keys: set[str], held: Mapping[tuple[str, tuple[int, ...]], str]) -> None:
     """Every rank must have the same keys, and the same values where several ranks hold them."""
     for rank, (their_keys, theirs) in enumerate(group.exchange((keys, dict(held)))):
@@ -260,14 +188,14 @@ def _compare(group: Group, keys: set[str], held: Mapping[tuple[str, tuple[int, .
         )
         if differs is not None:
             raise UsageError(
-                f"{differs!r} differs on ranks {group.rank} and {rank}, and one copy would be kept: the ranks "
-                "have drifted apart, or it is a part of a parameter whose name is not on its way\n"
+                f"{differs!r} differs on ranks {group.rank} and {rank}, and one copy would be kept: the "
+                "ranks have drifted apart, or it is a part of a parameter whose name is not on its way\n"
                 "  = help: key an optimizer's state by names, as "
                 "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer) does"
             )
 
 
-def _write_items(key: str, found: _Cut, state: Mapping[str, Any]) -> list[WriteItem]:
+def _write_items(key: str, found: Chunked, state: Mapping[str, Any]) -> list[WriteItem]:
     properties = TensorProperties.create_from_tensor(state[key].detach())
     return [
         WriteItem(
