@@ -27,8 +27,9 @@ from autotp.propagate.regions import Region
 from autotp.trace.graph import Trace, TraceError, Val, tensors_in
 from autotp.trace.inventory import kind_of
 from autotp.trace.modes import Mode
+from autotp.trace.recorder import Guide
 
-__all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "trace_rank"]
+__all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "local_call", "trace_rank"]
 
 _SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
 
@@ -51,8 +52,10 @@ def trace_rank(
     placed: Mapping[str, Placed],
     aliases: Mapping[str, str],
     rank: int,
+    guide: Guide | None = None,
 ) -> Trace:
-    """The module as `rank` runs it in `mode`; layers that gather or split do so at their border."""
+    """The module as `rank` runs it in `mode`; layers that gather or split do so at their border. `guide` is
+    the recorder's."""
     cuts, reads = whole.cuts, whole.reads
 
     def weight_cut(layer: Placed) -> Shard:
@@ -78,7 +81,7 @@ def trace_rank(
     parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
     held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
     with _as_sharded(module, reads, whole.regions, aliases), _by_weight(module, placed):
-        return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace)
+        return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace, guide=guide)
 
 
 @contextlib.contextmanager
@@ -153,6 +156,33 @@ def _aliased(
         return made[key]
 
     return read
+
+
+def _vals(node: fx.Node) -> list[Val | None]:
+    vals = node.meta["val"]
+    return vals if isinstance(vals, list) else [vals]
+
+
+def _results(whole: Propagation, node: fx.Node, rank: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of an op's results on a rank."""
+    return tuple(
+        local_shape(val.shape, layout, rank) if val is not None else ()
+        for val, layout in zip(_vals(node), whole.computed[node], strict=True)
+    )
+
+
+def local_call(whole: Propagation, node: fx.Node, rank: int) -> Local:
+    """An op call of the whole trace as `rank` must see it."""
+    source = next(iter(node.all_input_nodes), None)
+    layouts = whole.layouts.get(source, []) if source is not None else []
+    val = source.meta["val"] if source is not None else None
+    return Local(
+        rank,
+        _named(node),
+        val.shape if isinstance(val, Val) else (),
+        layouts[0] if layouts else whole.computed[node][0],
+        _results(whole, node, rank),
+    )
 
 
 def compare(whole: Propagation, local: Trace, rank: int) -> Finding | None:
@@ -314,14 +344,8 @@ class _Comparison:
         )
 
     def _op(self, wanted: fx.Node, got: fx.Node) -> Finding | None:
-        layouts = self.whole.computed[wanted]
-        vals = wanted.meta["val"]
-        items: list[Val | None] = vals if isinstance(vals, list) else [vals]
-        results = tuple(
-            local_shape(val.shape, layout, self.rank) if val is not None else ()
-            for val, layout in zip(items, layouts, strict=True)
-        )
-        finding = self._arguments(wanted, got, results)
+        results = _results(self.whole, wanted, self.rank)
+        finding = self._arguments(wanted, got)
         if finding is not None:
             return finding
         vals = got.meta["val"]
@@ -332,25 +356,14 @@ class _Comparison:
                 "AT313",
                 f"{op_name(wanted)} gives {_shapes(shapes)} on rank {self.rank}, "
                 f"its part of the whole is {_shapes(results)}",
-                f"unsharded: {_shapes(tuple(v.shape for v in items if v is not None))}",
+                f"unsharded: {_shapes(tuple(v.shape for v in _vals(wanted) if v is not None))}",
                 help=_CONSTANT,
             )
         return None
 
-    def _arguments(
-        self, wanted: fx.Node, got: fx.Node, results: tuple[tuple[int, ...], ...]
-    ) -> Finding | None:
+    def _arguments(self, wanted: fx.Node, got: fx.Node) -> Finding | None:
         ours, theirs = _named(wanted), _named(got)
-        source = next(iter(wanted.all_input_nodes), None)
-        layouts = self.whole.layouts.get(source, []) if source is not None else []
-        val = source.meta["val"] if source is not None else None
-        local = Local(
-            self.rank,
-            ours,
-            val.shape if isinstance(val, Val) else (),
-            layouts[0] if layouts else self.whole.computed[wanted][0],
-            results,
-        )
+        local = local_call(self.whole, wanted, self.rank)
         for name in sorted(ours.keys() | theirs.keys()):
             here = theirs.get(name)
             if _has_node(ours.get(name)) or _has_node(here):

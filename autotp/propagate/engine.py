@@ -8,7 +8,7 @@ unknown and so is all that follows from it: only first causes are reported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,10 @@ from autotp.propagate.shapes import SHAPES
 from autotp.propagate.splitting import SPLITTING
 from autotp.trace.recorder import Trace, Val
 
-__all__ = ["Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "op_name", "propagate"]
+__all__ = [
+    "Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "name_of", "named_arguments", "op_name",
+    "propagate",
+]  # fmt: skip
 
 Rule = Callable[[Call], Layout | list[Layout]]
 RULES: dict[str, Rule] = {
@@ -96,9 +99,14 @@ class Propagation:
 
 def op_name(node: fx.Node) -> str:
     """The op's name without namespace (for aten), overload, and the underscore of an in-place form."""
-    schema = getattr(node.target, "_schema", None)
+    return name_of(node.target)
+
+
+def name_of(target: Any) -> str:
+    """The same of the op itself."""
+    schema = getattr(target, "_schema", None)
     if schema is None:
-        return str(node.target)
+        return str(target)
     space, _, name = schema.name.partition("::")
     if space != "aten":
         return str(schema.name)
@@ -117,10 +125,15 @@ def draws(node: fx.Node) -> bool:
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """A call's arguments by the names of the op's schema, with the schema's defaults."""
-    schema = getattr(node.target, "_schema", None)
+    return named_arguments(node.target, node.args, node.kwargs)
+
+
+def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a call that is no node."""
+    schema = getattr(target, "_schema", None)
     if schema is None:
-        return {str(position): value for position, value in enumerate(node.args)} | dict(node.kwargs)
-    given = dict(zip((p.name for p in schema.arguments), node.args, strict=False)) | node.kwargs
+        return {str(position): value for position, value in enumerate(args)} | dict(kwargs)
+    given = dict(zip((p.name for p in schema.arguments), args, strict=False)) | dict(kwargs)
     named = {}
     for parameter in schema.arguments:
         if parameter.name in given or parameter.has_default_value():

@@ -16,7 +16,7 @@ from torch import nn
 from autotp.trace import recorder
 from autotp.trace.export import export
 from autotp.trace.graph import Trace, TraceError
-from autotp.trace.recorder import Boundary, Step
+from autotp.trace.recorder import Boundary, Guide, Step
 
 __all__ = ["capture"]
 
@@ -36,6 +36,7 @@ def capture(
     compiling: bool | None = None,
     then: Step | None = None,
     like: Trace | None = None,
+    guide: Guide | None = None,
 ) -> Trace:
     """The trace of one forward of `module`; the arguments are those of `recorder.record`.
 
@@ -53,7 +54,7 @@ def capture(
             return recorder.record(
                 module, args, kwargs,
                 grad=grad, shapes=shapes, before=before, after=after,
-                exporting=exporting, compiling=compiling, then=then, opaque=opaque,
+                exporting=exporting, compiling=compiling, then=then, opaque=opaque, guide=guide,
             )  # fmt: skip
         except TraceError as error:
             first = first or error

@@ -29,7 +29,7 @@ from autotp.trace.capture import capture
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.kinds import Shortened, shorten
-from autotp.trace.recorder import Boundary, Step
+from autotp.trace.recorder import Boundary, Guide, Step
 
 __all__ = ["Captured", "Mode", "capture_modes", "captured", "modes", "signature", "training"]
 
@@ -61,6 +61,7 @@ class Mode:
         before: Boundary | None = None,
         after: Boundary | None = None,
         like: Trace | None = None,
+        guide: Guide | None = None,
     ) -> Trace:
         """The trace of `module` in this mode; the other arguments are those of `capture`.
 
@@ -70,7 +71,7 @@ class Mode:
             return capture(
                 module, self.args, self.kwargs,
                 grad=self.grad, shapes=shapes, before=before, after=after,
-                exporting=self.exporting, compiling=self.compiling, then=self.then, like=like,
+                exporting=self.exporting, compiling=self.compiling, then=self.then, like=like, guide=guide,
             )  # fmt: skip
 
 

@@ -46,9 +46,10 @@ except ImportError as error:  # pragma: no cover - the tested torch has them all
 DRAWN = 0.5
 """What a forward that draws one random number is given."""
 
-__all__ = ["MISSING", "Output", "Step", "Trace", "TraceError", "Val", "record", "tensors_in"]
+__all__ = ["MISSING", "Guide", "Output", "Step", "Trace", "TraceError", "Val", "record", "tensors_in"]
 
 Boundary = Callable[[str, Any], Any]
+Guide = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], tuple[Any, tuple[Any, ...], Mapping[str, Any]]]
 Step = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
 
 
@@ -65,6 +66,7 @@ def record(
     compiling: bool | None = None,
     then: Step | None = None,
     opaque: frozenset[str] = frozenset(),
+    guide: Guide | None = None,
 ) -> Trace:
     """Record one forward of `module` on `args` and `kwargs`, whose tensors only give shapes and dtypes.
 
@@ -75,13 +77,14 @@ def record(
     `compiling` (by default the same) that it is being compiled.
     `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
     that the first one filled). The modules named in `opaque` are not looked into: each call is one node.
+    `guide(op, args, kwargs)` sees each op call before it runs, and gives the one that runs in its place.
 
     Raises TraceError when the forward raises.
     """
     if MISSING is not None:
         raise TraceError(f"this torch lacks a hook that the recorder needs ({MISSING})", "", None)
     with untouched(module), _faked(module, args, kwargs, grad=grad, shapes=shapes or {}) as fakes:
-        recorder = _Recorder(module, fakes)
+        recorder = _Recorder(module, fakes, guide)
         with contextlib.ExitStack() as stack:
             stack.callback(recorder.give_back)
             stack.enter_context(_quiet())
@@ -116,7 +119,7 @@ def record(
 if MISSING is None:
 
     class _Recorder(SchemaCheckMode):  # type: ignore[no-untyped-call]
-        def __init__(self, root: nn.Module, fakes: _Fakes) -> None:
+        def __init__(self, root: nn.Module, fakes: _Fakes, guide: Guide | None = None) -> None:
             # SchemaCheckMode's own set-up takes no dispatch key.
             TorchDispatchMode.__init__(  # type: ignore[no-untyped-call]
                 self, _dispatch_key=torch._C.DispatchKey.PreDispatch
@@ -127,6 +130,7 @@ if MISSING is None:
             self.custom: str | None = None  # the autograd.Function whose forward runs
             self._root = root
             self._fakes = fakes
+            self._guide = guide
             self._nodes: dict[int, fx.Node] = {}  # id(tensor) -> node
             # The same memory, seen through another object: `x.data`, or what a factory function hands out.
             self._memory: dict[tuple[Any, ...], fx.Node] = {}
@@ -320,6 +324,8 @@ if MISSING is None:
             kwargs = kwargs or {}
             if not self.recording:
                 return func(*args, **kwargs)
+            if self._guide is not None:
+                func, args, kwargs = self.paused(self._guide, func, args, kwargs)
             inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             placed = self._argument(tuple(args)), self._argument(dict(kwargs))
             written = _mutated(func, args, kwargs)

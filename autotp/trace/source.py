@@ -13,7 +13,7 @@ import torch
 
 from autotp.diagnostic import Span
 
-__all__ = ["caller_span", "error_span", "line_span"]
+__all__ = ["caller_span", "error_span", "is_library", "line_span"]
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -28,7 +28,8 @@ _HELPERS = tuple(
 
 
 @lru_cache(maxsize=4096)
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file is torch's, autotp's, Python's, or that of a helper that computes for its caller."""
     if any(part in filename for part in _HELPERS):
         return True
     # The standard library's folder also holds site-packages, where models live.
@@ -85,7 +86,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 def caller_span(depth: int = 1) -> Span | None:
     """The innermost line outside torch, autotp and the standard library, `depth` frames up."""
     for frame in _frames(sys._getframe(depth)):
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             return _span(frame.f_code, frame.f_lineno, frame.f_lasti // 2)
     return None
 
@@ -96,7 +97,7 @@ def error_span(error: BaseException) -> Span | None:
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if not _is_library(code.co_filename):
+        if not is_library(code.co_filename):
             found = _span(code, traceback.tb_lineno, traceback.tb_lasti // 2)
         traceback = traceback.tb_next
     return found
@@ -104,7 +105,7 @@ def error_span(error: BaseException) -> Span | None:
 
 def line_span(filename: str, line: int) -> Span | None:
     """A whole line, where no column is known; None for a line that no person wrote."""
-    if _is_library(filename):
+    if is_library(filename):
         return None
     text = linecache.getline(filename, line).rstrip("\n")
     return Span(shown(filename), line, len(text) - len(text.lstrip()) + 1, max(1, len(text.strip())), text)

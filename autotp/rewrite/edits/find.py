@@ -1,0 +1,278 @@
+"""Which expression of the model gives an op the wrong number.
+
+Frames from the inside out; in each the call that runs, first by position (the j-th size of a view is the
+j-th argument), then by value, then in a sequence that an argument holds. A number that was computed from
+local ones already is mended at a leaf of its expression: `bh // self.num_heads`.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
+from autotp.rewrite.edits.locate import NOTHING, Site, number
+from autotp.rewrite.edits.wrap import localised
+
+__all__ = ["Found", "Wrong", "find", "in_check"]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A number that an op is given: `got`, where this rank needs `need`. It is the `place`-th of `length`
+    sizes, or an argument by itself (`place` None), called `name` in the op's schema.
+
+    `size` is the number of the whole model with its parts, where the call was given that very number.
+    """
+
+    op: str
+    name: str
+    place: int | None
+    length: int
+    got: int
+    need: int
+    size: Size | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The expression at a frame, and what goes around it."""
+
+    level: int
+    site: Site
+    node: ast.expr
+    wrapper: Wrapper
+
+
+def find(wrong: Wrong, sites: Sequence[tuple[int, Site]], tables: Sequence[Size], rank: int) -> Found | None:
+    """The edit for a wrong number. `sites` are the located expressions with the levels of their frames, the
+    innermost first; `tables` the sizes of the model that are cut."""
+    for position, (level, site) in enumerate(sites):
+        if wrong.size is not None and wrong.got == wrong.size.whole * _factor(wrong):
+            found = _here(wrong, site, first=position == 0)
+            if found is not None:
+                node, place = found
+                wrapper = _wrapper(wrong, site, node, place)
+                if wrapper is not None:
+                    return Found(level, site, node, wrapper)
+        leaf = _flow(wrong, site, tables, rank, first=position == 0)
+        if leaf is not None:
+            return Found(level, site, leaf[0], Local((leaf[1],)))
+    return None
+
+
+def _factor(wrong: Wrong) -> int:
+    assert wrong.size is not None
+    return wrong.got // wrong.size.whole if wrong.size.times else 1
+
+
+def _wrapper(wrong: Wrong, site: Site, node: ast.expr, place: int | None) -> Wrapper | None:
+    assert wrong.size is not None
+    if place is None:
+        return Local((wrong.size,))
+    values = site.value(node)
+    length = len(values) if values is not NOTHING else 0
+    return Items(((length, place, wrong.size),)) if length else None
+
+
+def _here(wrong: Wrong, site: Site, *, first: bool) -> tuple[ast.expr, int | None] | None:
+    """(expression, place in it when it is a sequence)"""
+    if isinstance(site.node, ast.Subscript):
+        return _bound(wrong, site, site.node)
+    if not isinstance(site.node, ast.Call):
+        return None
+    given = [*site.node.args, *(k.value for k in site.node.keywords)]
+    if first and wrong.place is not None:
+        at = _by_position(wrong, site.node, given)
+        if at is not None and site.value(at) in (NOTHING, wrong.got):
+            return at, None
+    flat = list(_flat(given))
+    same = [
+        e for e in flat if not isinstance(e, ast.Starred) and number(v := site.value(e)) and v == wrong.got
+    ]
+    if len(same) == 1:
+        return same[0], None
+    if same:
+        by_name = [k.value for k in site.node.keywords if k.value in same and k.arg == wrong.name]
+        return (by_name[0], None) if by_name else None
+    return _sequence(wrong, site, flat)
+
+
+def _flat(given: Sequence[ast.expr]) -> Iterator[ast.expr]:
+    for one in given:
+        if isinstance(one, (ast.Tuple, ast.List)):
+            yield from one.elts
+        else:
+            yield one
+
+
+def _by_position(wrong: Wrong, call: ast.Call, given: Sequence[ast.expr]) -> ast.expr | None:
+    """The expression of the size at `wrong.place`."""
+    assert wrong.place is not None
+    literal = [e for e in given if isinstance(e, (ast.Tuple, ast.List))]
+    if literal:
+        elements: Sequence[ast.expr] = literal[0].elts if len(literal) == 1 else ()
+    elif call.keywords:
+        return None
+    else:
+        elements = call.args
+    starred = [k for k, e in enumerate(elements) if isinstance(e, ast.Starred)]
+    if not starred:
+        return elements[wrong.place] if len(elements) == wrong.length else None
+    if len(starred) > 1:
+        return None
+    if wrong.place < starred[0]:
+        return elements[wrong.place]
+    behind = wrong.length - wrong.place
+    return elements[len(elements) - behind] if behind < len(elements) - starred[0] else None
+
+
+def _sequence(wrong: Wrong, site: Site, flat: Sequence[ast.expr]) -> tuple[ast.expr, int] | None:
+    for one in flat:
+        expression = one.value if isinstance(one, ast.Starred) else one
+        values = site.value(expression)
+        if not isinstance(values, (tuple, list)):
+            continue
+        places = [k for k, v in enumerate(values) if number(v) and v == wrong.got]
+        if not places:
+            continue
+        if wrong.place in places and len(values) == wrong.length:
+            return expression, wrong.place  # type: ignore[return-value]
+        if len(places) == 1:
+            return expression, places[0]
+    return None
+
+
+def _bound(wrong: Wrong, site: Site, node: ast.Subscript) -> tuple[ast.expr, None] | None:
+    """The bound of a slice, `x[:, a:b]`."""
+    slices = [s for s in ast.walk(node.slice) if isinstance(s, ast.Slice)]
+    named = [s.lower if wrong.name == "start" else s.upper for s in slices]
+    same = [b for b in named if b is not None and site.value(b) == wrong.got]
+    return (same[0], None) if len(same) == 1 else None
+
+
+# -- numbers that are computed of local ones
+
+
+def _flow(
+    wrong: Wrong, site: Site, tables: Sequence[Size], rank: int, *, first: bool
+) -> tuple[ast.expr, Size] | None:
+    """One leaf of the argument's expression, or of the assignment of its name, that makes it right."""
+    if not isinstance(site.node, (ast.Call, ast.Subscript)):
+        return None
+    for expression in _suspects(wrong, site, first=first):
+        for source in (expression, *_assigned(site, expression)):
+            worth = site.value(source)
+            wanted = _wanted(wrong, worth)
+            if wanted is NOTHING:
+                continue
+            for leaf in _leaves(site, source):
+                for size in tables:
+                    value = site.value(leaf)
+                    local = localised((size,), value, rank)
+                    if local is None or local == value:
+                        continue
+                    if _with(site, source, {leaf: local}) == wanted:
+                        return leaf, size
+    return None
+
+
+def _wanted(wrong: Wrong, worth: object) -> object:
+    """What an expression should be worth, where it is worth the wrong number or holds it."""
+    if number(worth):
+        return wrong.need if worth == wrong.got else NOTHING
+    if isinstance(worth, (tuple, list)) and wrong.place is not None and len(worth) == wrong.length:
+        if worth[wrong.place] == wrong.got:
+            return [*worth[: wrong.place], wrong.need, *worth[wrong.place + 1 :]]
+    return NOTHING
+
+
+def _suspects(wrong: Wrong, site: Site, *, first: bool) -> Iterator[ast.expr]:
+    if isinstance(site.node, ast.Subscript):
+        yield from (
+            b
+            for s in ast.walk(site.node.slice)
+            if isinstance(s, ast.Slice)
+            for b in (s.lower, s.upper)
+            if b is not None
+        )
+        return
+    assert isinstance(site.node, ast.Call)
+    given = [*site.node.args, *(k.value for k in site.node.keywords)]
+    at = _by_position(wrong, site.node, given) if first and wrong.place is not None else None
+    if at is not None:
+        yield at
+    for one in _flat(given):
+        expression = one.value if isinstance(one, ast.Starred) else one
+        if expression is not at:
+            yield expression
+
+
+def _assigned(site: Site, expression: ast.expr) -> Iterator[ast.expr]:
+    """What a name was assigned last above the call."""
+    if not isinstance(expression, ast.Name):
+        return
+    function = next(
+        (p for p in site.source.parents(site.node) if isinstance(p, (ast.FunctionDef, ast.AsyncFunctionDef))),
+        None,
+    )
+    if function is None:
+        return
+    before = site.source.span(site.node)[0]
+    last: ast.Assign | None = None
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and site.source.span(node)[1] <= before:
+            targets = [t for t in node.targets if isinstance(t, ast.Name) and t.id == expression.id]
+            if targets and (last is None or site.source.span(node) > site.source.span(last)):
+                last = node
+    if last is not None:
+        yield last.value
+
+
+def _leaves(site: Site, expression: ast.expr) -> list[ast.expr]:
+    """Names and attributes that are numbers, those of objects (`self.heads`) first."""
+    found = [
+        n
+        for n in ast.walk(expression)
+        if isinstance(n, (ast.Name, ast.Attribute, ast.Subscript)) and number(site.value(n))
+    ]
+    return sorted(found, key=lambda n: not isinstance(n, ast.Attribute))
+
+
+def _with(site: Site, expression: ast.expr, values: dict[ast.expr, int]) -> object:
+    """The expression's worth with other values at some of its leaves."""
+    memo = {id(leaf): ast.copy_location(ast.Constant(value), leaf) for leaf, value in values.items()}
+    changed = copy.deepcopy(expression, memo)  # type: ignore[arg-type]
+    worth = site.plain(changed)
+    return list(worth) if isinstance(worth, (tuple, list)) else worth
+
+
+# -- the model's own checks of sizes
+
+
+def in_check(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[ast.expr, Size]]:
+    """The leaves of the test around a `raise` (or of an assert) with each of which it would not be raised."""
+    test, passes = _test(site)
+    if test is None:
+        return
+    for leaf in _leaves(site, test):
+        for size in tables:
+            value = site.value(leaf)
+            local = localised((size,), value, rank)
+            if local is None or local == value:
+                continue
+            worth = _with(site, test, {leaf: local})
+            if worth is not NOTHING and bool(worth) is passes:
+                yield leaf, size
+
+
+def _test(site: Site) -> tuple[ast.expr | None, bool]:
+    node = site.node
+    if isinstance(node, ast.Assert):
+        return node.test, True
+    around = next(iter(site.source.parents(node)), None)
+    if isinstance(around, ast.If):
+        return around.test, node not in around.body
+    return None, False

@@ -1,0 +1,359 @@
+"""The guided trace: run the module as a rank, put every wrong number right as it comes, and note where it
+came from.
+
+Op i of the rank must be op i of the whole trace. Before it runs, each of its numbers is compared with what
+the layouts demand (`arguments.expected`). A wrong one is replaced, so that the run goes on as the edited
+model would: one pass finds every edit, with the frames alive in which expressions can be evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import fx, nn
+
+from autotp.placement import Shard
+from autotp.propagate.arguments import expected, local_shape
+from autotp.propagate.engine import Propagation, arguments_of, named_arguments, name_of, op_name
+from autotp.rewrite.edits.compile import holds, made_from, made_of
+from autotp.rewrite.edits.edit import Call, Edit, Function, Size, Wrapper
+from autotp.rewrite.edits.find import Found, Wrong, find, in_check
+from autotp.rewrite.edits.locate import NOTHING, Site, located, method_of, number, outer
+from autotp.rewrite.edits.text import NoSource
+from autotp.trace.source import is_library
+
+__all__ = ["Guide", "Missing"]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A wrong number for which there is no edit, and why."""
+
+    node: fx.Node
+    why: str
+
+
+@dataclass
+class Guide:
+    """The hook of one rank's recording. `edits` is what it found, `missing` what it found no edit for."""
+
+    root: nn.Module
+    whole: Propagation
+    rank: int
+    edits: list[Edit] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ops = self.whole.trace.ops()
+        self._next = 0
+        self._lost = False
+        self._paths: dict[int, str] = {}
+        for path, module in self.root.named_modules():
+            self._paths.setdefault(id(module), path)
+        self._tables = tables(self.whole)
+        self._tp = next(iter(self.whole.cuts.values())).tp
+
+    # -- the hook
+
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+        """The op call as the rank should make it."""
+        wanted = self._matching(func)
+        if wanted is None:
+            return func, args, kwargs
+        given = named_arguments(func, args, kwargs)
+        results = self._results(wanted)
+        mine = self._local(wanted, self.rank)
+        changed: dict[str, Any] = {}
+        for name, whole in arguments_of(wanted).items():
+            here = given.get(name)
+            if _tensor_like(whole) or name not in given:
+                continue
+            want = expected(op_name(wanted), name, mine, _plain(here))
+            if _plain(want) != _plain(here):
+                changed[name] = want
+                self._wrong(wanted, name, _plain(whole), _plain(here), want)
+        del results
+        return func, *_replaced(func, args, kwargs, changed)
+
+    def _matching(self, func: Any) -> fx.Node | None:
+        """The op of the whole trace that this call is; None for one that may be there or not."""
+        name = name_of(func)
+        while not self._lost and self._next < len(self._ops):
+            wanted = self._ops[self._next]
+            if op_name(wanted) == name:
+                self._next += 1
+                return wanted
+            if op_name(wanted) in _SILENT:
+                self._next += 1
+                continue
+            if name in _SILENT or not any("Tensor" in str(r.type) for r in func._schema.returns):
+                return None
+            self._lost = True
+        return None
+
+    def _results(self, wanted: fx.Node) -> tuple[tuple[int, ...], ...]:
+        return self._results_of(wanted, self.rank)
+
+    def _results_of(self, wanted: fx.Node, rank: int) -> tuple[tuple[int, ...], ...]:
+        vals = wanted.meta["val"]
+        items = vals if isinstance(vals, list) else [vals]
+        layouts = self.whole.computed[wanted]
+        return tuple(
+            local_shape(v.shape, layout, rank) if v is not None else ()
+            for v, layout in zip(items, layouts, strict=True)
+        )
+
+    def _local(self, wanted: fx.Node, rank: int) -> Any:
+        from autotp.propagate.dual import local_call
+
+        return local_call(self.whole, wanted, rank)
+
+    # -- a wrong number
+
+    def _wrong(self, node: fx.Node, name: str, whole: Any, here: Any, want: Any) -> None:
+        """Note the edit for each number of an argument that is wrong."""
+        if number(here) and number(want):
+            places: list[tuple[int | None, int, int]] = [(None, here, want)]
+        elif isinstance(here, list) and isinstance(want, list) and len(here) == len(want):
+            places = [(k, g, w) for k, (g, w) in enumerate(zip(here, want, strict=True)) if g != w]
+        else:
+            self.missing.append(Missing(node, f"{name}={here} would have to be {want}"))
+            return
+        try:
+            frames = list(_frames(sys._getframe(2)))
+            sites = list(_sites(frames))
+        except NoSource as error:
+            self.missing.append(Missing(node, str(error)))
+            return
+        # What follows from another number that is mended here needs no edit of its own.
+        wrongs = [self._described(node, name, whole, place, got, need, len(here) if place is not None else 0)
+                  for place, got, need in places]  # fmt: skip
+        constant = [w for w in wrongs if w.size is not None]
+        found_any = False
+        for wrong in (*constant, *(w for w in wrongs if w.size is None)):
+            if wrong.size is None and found_any:
+                continue
+            found = find(wrong, sites, self._tables, self.rank)
+            if found is None:
+                self.missing.append(
+                    Missing(node, f"the {wrong.got} in {name}={here} comes from no expression that is known")
+                )
+                continue
+            found_any = True
+            self._edit(node, frames, found)
+
+    def _described(
+        self, node: fx.Node, name: str, whole: Any, place: int | None, got: int, need: int, length: int
+    ) -> Wrong:
+        said = whole if place is None else whole[place] if isinstance(whole, list) else None
+        size = self._size(node, name, whole, place, said) if said == got else None
+        return Wrong(op_name(node), name, place, length, got, need, size)
+
+    def _size(self, node: fx.Node, name: str, whole: Any, place: int | None, said: int) -> Size | None:
+        """The number with its part on every rank; without the factor of whole dims (batch · heads)."""
+        parts = []
+        for rank in range(self._tp):
+            want = expected(op_name(node), name, self._local(node, rank), whole)
+            want = want if place is None else want[place]
+            if not number(want):
+                return None
+            parts.append(want)
+        layout = self.whole.computed[node][0]
+        groups = layout.groups if isinstance(layout, Shard) and place is not None else 1
+        if groups > 1 and said % groups == 0 and all(p % groups == 0 for p in parts):
+            return Size(said // groups, tuple(p // groups for p in parts), times=True)
+        return Size(said, tuple(parts))
+
+    def _edit(self, node: fx.Node, frames: Sequence[FrameType], found: Found) -> None:
+        try:
+            edit = placed(frames, found.level, self._paths, found.site.source.span(found.node), found.wrapper)
+        except NoSource as error:
+            self.missing.append(Missing(node, str(error)))
+            return
+        if edit not in self.edits:
+            self.edits.append(edit)
+
+    # -- a forward that raises
+
+    def raised(self, error: BaseException | None) -> bool:
+        """Whether an edit was found for a check of the model's own that raised."""
+        frames: list[FrameType] = []
+        lines = []
+        traceback = error.__traceback__ if error is not None else None
+        while traceback is not None:
+            frames.insert(0, traceback.tb_frame)
+            lines.insert(0, traceback.tb_lasti)
+            traceback = traceback.tb_next
+        if not frames or is_library(frames[0].f_code.co_filename):
+            return False
+        return self._in_check(frames)
+
+    def _in_check(self, frames: list[FrameType]) -> bool:
+        site = located(frames[0], ast.Call, ast.Raise, ast.Assert)
+        if site is None:
+            return False
+        statement = site.node
+        if not isinstance(statement, (ast.Raise, ast.Assert)):
+            statement = next(
+                (p for p in site.source.parents(statement) if isinstance(p, ast.Raise)), statement
+            )
+        for leaf, size in in_check(Site(site.frame, site.source, statement), self._tables, self.rank):
+            edit = placed(frames, 0, self._paths, site.source.span(leaf), _local(size))
+            if edit not in self.edits:
+                self.edits.append(edit)
+                return True
+        return False
+
+
+_SILENT = frozenset(["contiguous", "alias"])
+
+
+def _local(size: Size) -> Wrapper:
+    from autotp.rewrite.edits.edit import Local
+
+    return Local((size,))
+
+
+def tables(whole: Propagation) -> list[Size]:
+    """The sizes of the model that are cut, with their parts; then the bare ratios."""
+    sizes: dict[tuple[int, tuple[int, ...]], None] = {}
+    ratios: dict[tuple[int, tuple[int, ...]], None] = {}
+    for node, layouts in whole.layouts.items():
+        vals = node.meta.get("val")
+        for val, layout in zip(vals if isinstance(vals, list) else [vals], layouts, strict=False):
+            if not isinstance(layout, Shard) or val is None:
+                continue
+            size = val.shape[layout.dim] // (layout.groups if layout.sections is None else 1)
+            parts = tuple(
+                layout.local_size(val.shape[layout.dim], r)
+                // (layout.groups if layout.sections is None else 1)
+                for r in range(layout.tp)
+            )
+            sizes.setdefault((size, parts))
+            if layout.deal is not None:
+                ratios.setdefault((layout.deal.units, tuple(e - s for s, e in layout.deal.ranges)))
+    return [Size(n, parts) for n, parts in sizes] + [Size(n, parts, times=True) for n, parts in ratios]
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _tensor_like(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_tensor_like(v) for v in value)
+    return isinstance(value, fx.Node)
+
+
+def _replaced(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if not changed:
+        return args, kwargs
+    names = [p.name for p in func._schema.arguments]
+    new = [changed.get(names[k], a) for k, a in enumerate(args)]
+    given = set(names[: len(args)])
+    return tuple(new), {**kwargs, **{n: v for n, v in changed.items() if n not in given}}
+
+
+# -- frames
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the forward that is recorded, the innermost first."""
+    while frame is not None:
+        if frame.f_code.co_name == "record" and frame.f_globals.get("__name__") == "autotp.trace.recorder":
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _sites(frames: Sequence[FrameType]) -> Iterator[tuple[int, Site]]:
+    """The located expressions of the model's own frames. Helpers that compute for the line that calls them
+    (einops) are passed over."""
+    for level, frame in enumerate(frames):
+        if is_library(frame.f_code.co_filename):
+            continue
+        site = located(frame)
+        if site is not None:
+            yield level, site
+
+
+def placed(
+    frames: Sequence[FrameType], level: int, paths: Mapping[int, str], span: tuple[int, int], wrapper: Wrapper
+) -> Edit:
+    """The edit at `span` of the function of frames[level], with the calls that lead to it from a method of a
+    module of the model.
+
+    Raises NoSource when a call on the way cannot be named.
+    """
+    own = [*frames]
+    level = outer(own, level)
+    chain: list[tuple[FrameType, FunctionType]] = []
+    callees: list[object] = []
+    spans: list[tuple[int, int]] = []
+    while True:
+        frame = own[level]
+        code = _original(frame.f_code)
+        method = method_of(frame)
+        if method is not None and method[1] and id(method[0]) in paths:
+            chain.append((frame, made_from(method[2])))
+            functions = [_function(f) for _, f in reversed(chain)]
+            calls = tuple(
+                Call(function, *at, callee)
+                for function, at, callee in zip(
+                    functions[:-1], reversed(spans), reversed(callees), strict=True
+                )
+            )
+            return Edit(paths[id(method[0])], method[1], calls, functions[-1], *span, wrapper)
+        above = next(
+            (k for k in range(level + 1, len(own)) if not is_library(own[k].f_code.co_filename)), None
+        )
+        if above is None:
+            raise NoSource(f"{code.co_qualname} is called by no method of a module")
+        site = located(own[above], ast.Call)
+        named = _callee(site, code, method) if site is not None else None
+        if site is None or named is None:
+            raise NoSource(
+                f"{own[above].f_code.co_filename}:{own[above].f_lineno}: the call of {code.co_qualname} cannot "
+                "be told from its text"
+            )
+        expression, callee, function = named
+        chain.append((frame, function))
+        callees.append(callee)
+        spans.append(site.source.span(expression))
+        level = outer(own, above)
+
+
+def _callee(
+    site: Site, code: CodeType, method: tuple[Any, str, FunctionType, Any] | None
+) -> tuple[ast.expr, object, FunctionType] | None:
+    """(the expression that gives the function, what it gives, the function with `code` in it)"""
+    assert isinstance(site.node, ast.Call)
+    for expression in (site.node.func, *site.node.args, *(k.value for k in site.node.keywords)):
+        value = site.plain(expression)
+        value = getattr(value, "__func__", value)
+        function = holds(value, code) if value is not NOTHING else None
+        if function is not None:
+            return expression, value, function
+    if method is not None:  # `super().forward(x)`, a method of an object that an expression makes
+        value = getattr(method[3], "__func__", method[3])
+        return site.node.func, value, made_from(method[2])
+    return None
+
+
+def _original(code: CodeType) -> CodeType:
+    made = made_of(code)
+    return made.original.__code__ if made is not None else code
+
+
+def _function(function: FunctionType) -> Function:
+    code = function.__code__
+    return Function(code.co_filename, code.co_firstlineno, code.co_qualname, function)

@@ -1,0 +1,112 @@
+"""What stands around an edited expression when it runs.
+
+While a model is proven, a wrapper lets numbers pass that it does not know, and notes them: the dual trace
+shows whether they are right. On a sharded model it raises for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+from autotp.diagnostic import UnprovenPath
+from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
+
+__all__ = ["Note", "localised", "swapped", "unproven", "wrapper_of"]
+
+Note = Callable[[Any], None]
+
+
+def localised(sizes: Sequence[Size], value: int, rank: int) -> int | None:
+    """The rank's number for a number of the whole model, or None where none is known.
+
+    >>> localised([Size(6, (4, 2))], 6, 1), localised([Size(6, (4, 2), times=True)], 18, 1)
+    (2, 6)
+    """
+    for size in sizes:
+        if value == size.whole:
+            return size.parts[rank]
+    for size in sizes:
+        if size.times and value > 0 and value % size.whole == 0:
+            return value // size.whole * size.parts[rank]
+    return None
+
+
+def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:
+    """The function that is called around the expression; `note` is given what it does not know."""
+    if isinstance(how, Local):
+        return _local(how.sizes, rank, where, note)
+    return _items(how, rank, where, note)
+
+
+def _local(sizes: Sequence[Size], rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:
+    def local(value: Any) -> Any:
+        found = localised(sizes, value, rank)
+        if found is not None:
+            return found
+        if note is not None:
+            note(value)
+            return value
+        known = ", ".join(f"{s.whole}{' times n' if s.times else ''}" for s in sizes)
+        raise UnprovenPath(
+            f"{where}: the size {value} is none that was proven there ({known}); shard the model with "
+            "inputs= that run it this way"
+        )
+
+    return local
+
+
+def _items(how: Items, rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:
+    lengths = {length for length, _, _ in how.items}
+
+    def local(values: Any) -> Any:
+        found = list(values)
+        if len(found) not in lengths:
+            if note is not None:
+                note(len(found))
+                return values
+            raise UnprovenPath(f"{where}: a shape of {len(found)} sizes was not proven there")
+        for place in {p for n, p, _ in how.items if n == len(found)}:
+            sizes = [s for n, p, s in how.items if n == len(found) and p == place]
+            found[place] = _local(sizes, rank, where, None if note is None else lambda _: None)(found[place])
+        return found if isinstance(values, list) else tuple(found)
+
+    return local
+
+
+def swapped(
+    known: Sequence[tuple[FunctionType, Any]], passed: Sequence[Any], where: str, note: Note | None
+) -> Callable[[Any], Any]:
+    """The function that gives, for a function that is called, its edited copy. `passed` are those that were
+    proven as they are."""
+
+    def swap(value: Any) -> Any:
+        function = value.__func__ if isinstance(value, MethodType) else value
+        for original, copy in known:
+            if function is original:
+                return MethodType(copy, value.__self__) if isinstance(value, MethodType) else copy
+        for other in passed:
+            if function is other:
+                return value
+        if note is not None:
+            note(function)
+            return value
+        raise UnprovenPath(
+            f"{where}: {getattr(value, '__qualname__', value)} is called, which was not when the plan was "
+            "proven; shard the model as it will run"
+        )
+
+    return swap
+
+
+def unproven(where: str) -> Callable[[], None]:
+    """What raises at the start of a branch that no trace reached."""
+
+    def raises() -> None:
+        raise UnprovenPath(
+            f"{where}: no traced forward took this branch, so nothing is proven about it; shard the model "
+            "with inputs= that take it"
+        )
+
+    return raises
