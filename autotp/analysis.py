@@ -20,6 +20,7 @@ from autotp.collectives import Collective
 from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.placement import Shard
+from autotp.rewrite.edits.edit import Edits
 
 if TYPE_CHECKING:
     from autotp.match import Matches
@@ -52,7 +53,7 @@ class Analysis:
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof
     - `forward`      a hash of the traced forwards, in which ranks must agree
-    - `edits`        call-site edits as a diff
+    - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
 
@@ -72,6 +73,7 @@ class Analysis:
     shared: tuple[tuple[str, ...], ...] = ()
     forward: str = ""
     edits: str = ""
+    code: Edits = field(default_factory=Edits)
     plan_name: str = ""
 
     @property

@@ -205,6 +205,10 @@ CODES: dict[str, Code] = {
         "A module that asks for the value of a tensor cannot be traced, and something sharded is in it.",
         "Write the branch with torch.where, or leave the layers of this module whole.",
     ),
+    "AT327": Code(
+        "One expression of the model's code would have to be two things on a rank.",
+        "Let the two uses be two expressions.",
+    ),
     "AT390": Code(
         "A large matrix stays whole on every rank, and no rule says so.",
         "Shard it, or accept it by `replicate`.",

@@ -16,6 +16,7 @@ from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
 from autotp.prove import Proof, prove
 from autotp.rewrite.apply import refuse_sharded
+from autotp.rewrite.edits.diff import diff
 from autotp.shapes import analyze_shapes
 from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
@@ -72,6 +73,8 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),
         forward=_digest(proof) if proven else "",
+        edits=diff(proof.edits) if proven else "",
+        code=proof.edits if proven else analysis.code,
     )
 
 

@@ -21,12 +21,15 @@ from autotp.placement import INVARIANT, Partial, Shard, describe
 from autotp.propagate import dual
 from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
-from autotp.propagate.engine import Finding, Propagation, draws, propagate
+from autotp.propagate.engine import Propagation, draws, propagate
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region, guard_of
+from autotp.rewrite.edits.edit import Edits
+from autotp.rewrite.edits.solve import solve
 from autotp.trace.graph import Trace, TraceError, tensors_in
 from autotp.trace.inputs import Samples
 from autotp.trace.modes import Captured, Mode, capture_modes
+from autotp.trace.recorder import Guide
 
 __all__ = ["Proof", "prove"]
 
@@ -43,6 +46,7 @@ class Proof:
     value, in groups; `random` the modules that draw random numbers on a shard. `propagations` are the layouts
     of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as another
     one does. `random_in_eval` are those of `random` that draw in evaluation, too.
+    `edits` are the edits of the model's code, found and proven.
     """
 
     cuts: dict[str, Shard]
@@ -57,6 +61,7 @@ class Proof:
     propagations: dict[str, Propagation] = field(default_factory=dict)
     covered: Mapping[str, str] = field(default_factory=dict)
     random_in_eval: set[str] = field(default_factory=set)
+    edits: Edits = field(default_factory=Edits)
 
 
 def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples) -> Proof:
@@ -89,12 +94,10 @@ class _Prover:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
         proof.propagations, proof.covered = propagated, found.covered
-        for mode, _ in found.traces:
-            whole = propagated.get(mode.name)
-            if whole is None:
-                continue
-            if not whole.findings and whole.cuts:
-                whole.findings += self._ranks(whole, mode)
+        ran = [(mode, propagated[mode.name]) for mode, _ in found.traces if mode.name in propagated]
+        if not any(whole.findings for _, whole in ran):
+            self._ranks([(mode, whole) for mode, whole in ran if whole.cuts])
+        for mode, whole in ran:
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return
@@ -164,20 +167,22 @@ class _Prover:
         proof.diagnostics += [d for d in _notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
-    def _ranks(self, whole: Propagation, mode: Mode) -> list[Finding]:
-        """The first finding of a rank's own trace in this mode."""
+    def _ranks(self, modes: list[tuple[Mode, Propagation]]) -> None:
+        """Prove each rank's own run in these modes, with the edits it takes; a finding goes to its mode."""
+        if not modes:
+            return
         placed = {p.path: p for p in self.matches.placed.values() if p.target == "module"}
-        for rank in dual.distinct_ranks(self.shapes, whole.cuts, self.matches.tp):
-            try:
-                local = dual.trace_rank(
-                    self.module, mode, whole, shapes=self.shapes, placed=placed, aliases=self.first, rank=rank
-                )
-            except TraceError as error:
-                return [dual.failed(whole, error, rank)]
-            found = dual.compare(whole, local, rank)
-            if found is not None:
-                return [found]
-        return []
+
+        def run(mode: Mode, whole: Propagation, rank: int, guide: Guide | None) -> Trace:
+            return dual.trace_rank(
+                self.module, mode, whole,
+                shapes=self.shapes, placed=placed, aliases=self.first, rank=rank, guide=guide,
+            )  # fmt: skip
+
+        ranks = dual.distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)
+        self.proof.edits, failed, finding = solve(self.module, modes, ranks, run)
+        if finding is not None:
+            next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
 
 
 def _sizes(samples: Samples) -> set[int]:

@@ -16,7 +16,7 @@ from autotp.diagnostic import Diagnostic, PlanError
 from autotp.match import match
 from autotp.plan import Plan
 from autotp.trace.support import unsupported
-from tests import models
+from tests import edited, models
 from tests import test_silent_faults as faults
 from tests.inventories import ATTENTION, MLP, linear, model, module
 
@@ -241,6 +241,7 @@ EXAMPLES: dict[str, Example] = {
     "AT324": _live(GOOD, Keeps),
     "AT325": _live(GOOD, Gated),
     "AT326": _live(GOOD, faults.Asking, inputs=torch.ones(2, 16)),
+    "AT327": _live(GOOD, edited.TwoNeeds),
     "AT390": _live(GOOD, Wide),
     "AT391": _live("rules:\n  fc1: replicate\n", models.MLP),
     "AT392": _live("rules:\n  fc1: column\n  fc2: row\n  out: replicate\n", Wide),

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "misspelt": (models.llama, 2),
     "returned": (models.MLP, 2),
     "head_returned": (models.llama, 2),
-    "opt": (models.Opt, 2),
+    "branch_by_size": (models.BySize, 2),
     "size_in_the_numbers": (models.Scaled, 2),
     "functional": (models.Functional, 2),
     "learned": (models.LearnedBoth, 2),
@@ -73,7 +73,7 @@ def test_every_file_is_a_case():
     assert {f.stem for f in FOLDER.glob("*.yaml")} == set(CASES)
 
 
-@pytest.mark.parametrize("name", ["softmax", "k_forgotten", "opt"])
+@pytest.mark.parametrize("name", ["softmax", "k_forgotten", "branch_by_size"])
 def test_shard_and_verify_raise_and_touch_nothing(name):
     factory, tp = CASES[name]
     model = factory()

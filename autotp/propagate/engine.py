@@ -34,8 +34,8 @@ from autotp.propagate.splitting import SPLITTING
 from autotp.trace.recorder import Trace, Val
 
 __all__ = [
-    "Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "name_of", "named_arguments", "op_name",
-    "propagate",
+    "Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "name_of", "named_arguments",
+    "op_name", "propagate",
 ]  # fmt: skip
 
 Rule = Callable[[Call], Layout | list[Layout]]

@@ -90,7 +90,7 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
                 copied = copies.get(placed.path, True)
                 _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group, copied)
         _cut(model, analysis.layouts, group.rank)
-        specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group)
+        specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group, analysis.code)
         for path in analysis.random:
             use_rank_stream(model.get_submodule(path), group, always=path in analysis.random_in_eval)
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:

@@ -1,10 +1,10 @@
-"""Modules that read their tensors through mappings, or have mappings at their border.
+"""Modules that read their tensors through mappings, have mappings at their border, or are edited.
 
 Such a module gets a subclass of its own class. A tensor's name is a property there: `module.weight` is the
 copied or sliced value, in whatever code reads it, while `parameters()`, `state_dict()` and
 `load_state_dict` go on seeing the whole parameter. `forward` maps what goes in and what comes out, however
-it is called (hooks would be passed by in `module.forward(x)`). The class keeps its name, `isinstance`
-holds, deepcopy and pickle make it anew.
+it is called (hooks would be passed by in `module.forward(x)`). Edited methods are attributes of it. The
+class keeps its name, `isinstance` holds, deepcopy and pickle make it anew.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
+from autotp.rewrite.edits.bind import methods
+from autotp.rewrite.edits.edit import Edits
 from autotp.trace.graph import given_in, tensors_in
 
 __all__ = ["specialise"]
@@ -31,11 +33,12 @@ _KEY = "_autotp_own"
 
 @dataclass
 class _Own:
-    """What an instance does by itself: how it reads its tensors, by local name, and its border."""
+    """What an instance does by itself: how it reads its tensors, by local name, its border, its edits."""
 
     group: Group
     reads: dict[str, Read] = field(default_factory=dict)
     region: Region | None = None
+    edits: Edits = field(default_factory=Edits)
 
 
 def specialise(
@@ -44,8 +47,13 @@ def specialise(
     regions: Iterable[Region],
     aliases: Mapping[str, str],
     group: Group,
+    edits: Edits,
 ) -> None:
-    """Let every owner of a tensor that is named in `reads` read it mapped, and each region map its border."""
+    """Let every owner of a tensor that is named in `reads` read it mapped, each region map its border, and
+    each module run its `edits`.
+
+    Raises NoSource when a text that is to be edited is no longer what it was.
+    """
     wanted = {read.name: read for read in reads}
     found = {region.path: _Own(group, region=region) for region in regions}
     for path, module in model.named_modules():
@@ -54,36 +62,48 @@ def specialise(
             read = wanted.get(aliases.get(name, name))
             if read is not None:
                 found.setdefault(path, _Own(group)).reads[key] = read
+    for path in edits.modules():
+        found.setdefault(path, _Own(group)).edits = edits.of(path)
+    made = {path: _subclass(*_described(type(model.get_submodule(path)), own)) for path, own in found.items()}
     for path, own in found.items():
         module = model.get_submodule(path)
-        module.__class__ = _subclass(type(module), tuple(sorted(own.reads)), own.region is not None)
+        module.__class__ = made[path]
         module.__dict__[_KEY] = own
 
 
-_MADE: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+_Described = tuple[type[nn.Module], tuple[str, ...], bool, Edits, int]
+_MADE: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
-def _subclass(base: type[nn.Module], names: tuple[str, ...], border: bool) -> type[nn.Module]:
+def _described(base: type[nn.Module], own: _Own) -> _Described:
+    """What decides the class of an instance."""
+    rank = own.group.rank if own.edits else 0  # edits hold the rank's own numbers
+    return base, tuple(sorted(own.reads)), own.region is not None, own.edits, rank
+
+
+def _subclass(
+    base: type[nn.Module], names: tuple[str, ...], border: bool, edits: Edits, rank: int
+) -> type[nn.Module]:
     """The subclass of `base` in which `names` are read mapped; one for all instances."""
-    key = (base, names, border)
+    key = (base, names, border, edits, edits.functions(), rank)
     if key not in _MADE:
         body: dict[str, Any] = {name: property(_reader(name)) for name in names}
         body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         body["__reduce_ex__"] = _reduce
+        body |= methods(base, edits, rank)
         if border:
-            body["forward"] = _forward(base)
+            body["forward"] = _forward(body.get("forward", base.forward))
         _MADE[key] = type(base.__name__, (base,), body)
     return _MADE[key]
 
 
 def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     own: _Own = module.__dict__[_KEY]
-    base = type(module).__mro__[1]
-    return _made_again, (base, tuple(sorted(own.reads)), own.region is not None), module.__dict__
+    return _made_again, _described(type(module).__mro__[1], own), module.__dict__
 
 
-def _made_again(base: type[nn.Module], names: tuple[str, ...], border: bool) -> nn.Module:
-    made = _subclass(base, names, border)
+def _made_again(*described: Any) -> nn.Module:
+    made = _subclass(*described)
     return made.__new__(made)
 
 
@@ -107,14 +127,14 @@ def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
 # -- borders
 
 
-def _forward(base: type[nn.Module]) -> Callable[..., Any]:
+def _forward(inner: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own: _Own = self.__dict__[_KEY]
         assert own.region is not None
         if torch.is_grad_enabled():  # a copy is for its gradient
             args, kwargs = _mapped((args, kwargs), own, own.region.copied, mappings.copy, "is called with")
         _guarded(own.region, (args, kwargs))
-        output = base.forward(self, *args, **kwargs)
+        output = inner(self, *args, **kwargs)
         return _mapped(output, own, own.region.reduced, mappings.reduce, "returns")
 
     return forward

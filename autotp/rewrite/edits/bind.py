@@ -7,7 +7,7 @@ gives the copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 
 from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
-from autotp.rewrite.edits.edit import Call, Edit, Function
+from autotp.rewrite.edits.edit import Call, Edit, Edits, Function
 from autotp.rewrite.edits.locate import WRAPPED
 from autotp.rewrite.edits.text import Insert, NoSource, source_of
 from autotp.rewrite.edits.wrap import swapped, wrapper_of
 
-__all__ = ["Observed", "bound", "methods", "of_modules", "texts"]
+__all__ = ["Observed", "bound", "methods", "texts"]
 
 
 @dataclass
@@ -70,18 +70,7 @@ def _grown(edits: Iterable[Edit]) -> dict[str, _Tree]:
     return found
 
 
-def of_modules(edits: Iterable[Edit]) -> dict[str, list[Edit]]:
-    """The edits of each module."""
-    found: dict[str, list[Edit]] = {}
-    for edit in edits:
-        found.setdefault(edit.module, []).append(edit)
-    return found
-
-
-_COPIES: dict[tuple[Any, ...], FunctionType] = {}
-
-
-def _copy(tree: _Tree, rank: int, observed: Observed | None) -> FunctionType:
+def _copy(tree: _Tree, edits: Edits, rank: int, observed: Observed | None) -> FunctionType:
     """The edited function."""
     function = tree.function.live
     inserts: list[Insert] = []
@@ -96,13 +85,15 @@ def _copy(tree: _Tree, rank: int, observed: Observed | None) -> FunctionType:
         pieces.append((edit.start, edit.stop, "local", wrapper))
         wraps[edit.start, edit.stop] = wrapper
     for (start, stop), children in tree.calls.items():
-        known = []
+        known: list[tuple[Any, Any]] = []
         for call, child in children:
             callee = call.callee
-            copy = rebuilt(callee, child.function.live, _copy(child, rank, observed))
+            copy = rebuilt(callee, child.function.live, _copy(child, edits, rank, observed))
             known.append((callee, copy))
-        note = observed.note((tree.function, start, stop)) if observed is not None else None
-        pieces.append((start, stop, "swap", swapped(known, (), where, note)))
+        site = (tree.function, start, stop)
+        note = observed.note(site) if observed is not None else None
+        passed = [callee for *at, callee in edits.passed if tuple(at) == site]
+        pieces.append((start, stop, "swap", swapped(known, passed, where, note)))
     free = named(source, function, *(name for _, _, name, _ in pieces))
     for (start, stop, _, wrapper), name in zip(pieces, free, strict=True):
         names[name] = wrapper
@@ -118,38 +109,39 @@ def _where(source: Any, edit: Edit) -> str:
 
 
 def methods(
-    module: nn.Module, edits: Sequence[Edit], rank: int, observed: Observed | None = None
+    kind: type[nn.Module], edits: Edits, rank: int, observed: Observed | None = None
 ) -> dict[str, Any]:
-    """The attributes of the subclass of the module's class in which `edits` are carried out."""
+    """The attributes of the subclass of `kind` in which `edits`, all of one module, are carried out.
+
+    Raises NoSource when a text is no longer what it was.
+    """
     body: dict[str, Any] = {}
-    for name, tree in _grown(edits).items():
-        kept = next(vars(k)[name] for k in type(module).__mro__ if name in vars(k))
+    for name, tree in _grown(edits.edits).items():
+        kept = next(vars(k)[name] for k in kind.__mro__ if name in vars(k))
         function = holds(kept.fget if isinstance(kept, property) else kept, tree.function.live.__code__)
         if function is None:
-            raise NoSource(f"{type(module).__name__}.{name} is no longer {tree.function.name}")
-        body[name] = rebuilt(kept, function, _copy(tree, rank, observed))
+            raise NoSource(f"{kind.__name__}.{name} is no longer {tree.function.name}")
+        body[name] = rebuilt(kept, function, _copy(tree, edits, rank, observed))
     return body
 
 
 @contextlib.contextmanager
-def bound(
-    root: nn.Module, edits: Iterable[Edit], rank: int, observed: Observed | None = None
-) -> Iterator[None]:
+def bound(root: nn.Module, edits: Edits, rank: int, observed: Observed | None = None) -> Iterator[None]:
     """`root` with the edits in its methods while the context lasts."""
     swapped_: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
-        for path, own in of_modules(edits).items():
+        for path in edits.modules():
             module = root.get_submodule(path)
             kind = type(module)
             swapped_.append((module, kind))
-            module.__class__ = type(kind.__name__, (kind,), methods(module, own, rank, observed))
+            module.__class__ = type(kind.__name__, (kind,), methods(kind, edits.of(path), rank, observed))
         yield
     finally:
         for module, kind in reversed(swapped_):
             module.__class__ = kind
 
 
-def texts(edits: Iterable[Edit]) -> Mapping[str, list[tuple[Function, tuple[Insert, ...]]]]:
+def texts(edits: Edits) -> dict[str, list[tuple[Function, tuple[Insert, ...]]]]:
     """For each file the edited functions, each with what is inserted; equal ones once."""
     found: dict[str, list[tuple[Function, tuple[Insert, ...]]]] = {}
 
@@ -169,7 +161,7 @@ def texts(edits: Iterable[Edit]) -> Mapping[str, list[tuple[Function, tuple[Inse
         if entry not in known:
             known.append(entry)
 
-    for own in of_modules(edits).values():
+    for own in edits.modules().values():
         for tree in _grown(own).values():
             visit(tree)
     return found

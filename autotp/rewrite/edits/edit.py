@@ -1,4 +1,4 @@
-"""What an edit is: a piece of a function's text, and what is put around it. Data only; knows nothing of torch.
+"""What an edit is: a piece of a function's text, and what is put around it. Knows nothing of torch.
 
 An edit is made in a method of one module, or in a function that the method calls: each call on the way is
 named, so that only this caller gets the edited copy.
@@ -6,10 +6,12 @@ named, so that only this caller gets the edited copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import FunctionType
 
-__all__ = ["Call", "Edit", "Function", "Items", "Local", "Size", "Wrapper", "joined"]
+__all__ = ["Call", "Edit", "Edits", "Function", "Items", "Local", "Size", "TwoNeeds", "Wrapper", "joined"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ class Local:
 
 @dataclass(frozen=True)
 class Items:
-    """`local(sequence)`: (length of the sequence, place, the number there)."""
+    """`local(sequence)`: (length of the sequence, place, the number there). Sequences of the `other` lengths
+    stay as they are."""
 
     items: tuple[tuple[int, int, Size], ...]
+    other: tuple[int, ...] = ()
 
 
 Wrapper = Local | Items
@@ -83,25 +87,87 @@ class Edit:
 class TwoNeeds(Exception):
     """One expression would have to be two things."""
 
+    edit: Edit | None = None
+
 
 def joined(one: Wrapper, other: Wrapper) -> Wrapper:
     """Both wrappers of one expression as one.
 
-    >>> joined(Local((Size(6, (3, 3)),)), Local((Size(4, (2, 2)),)))
-    Local(sizes=(Size(whole=4, parts=(2, 2), times=False), Size(whole=6, parts=(3, 3), times=False)))
+    >>> joined(Local((Size(6, (3, 3)),)), Local((Size(4, (2, 2)),))).sizes
+    (Size(whole=4, parts=(2, 2), times=False), Size(whole=6, parts=(3, 3), times=False))
 
     Raises TwoNeeds when they contradict each other.
     """
     if isinstance(one, Local) and isinstance(other, Local):
-        sizes = sorted({*one.sizes, *other.sizes}, key=lambda s: (s.whole, s.times))
-        for first, second in zip(sizes, sizes[1:], strict=False):
-            if first.whole == second.whole and first.parts != second.parts:
-                raise TwoNeeds(f"{first.whole} would have to be {first.parts} and {second.parts}")
-        return Local(tuple(sizes))
+        return Local(_sizes([*one.sizes, *other.sizes]))
     if isinstance(one, Items) and isinstance(other, Items):
-        items = sorted({*one.items, *other.items}, key=lambda i: (i[0], i[1], i[2].whole))
-        for a, b in zip(items, items[1:], strict=False):
-            if a[:2] == b[:2] and a[2].whole == b[2].whole and a[2].parts != b[2].parts:
-                raise TwoNeeds(f"{a[2].whole} would have to be {a[2].parts} and {b[2].parts}")
-        return Items(tuple(items))
-    raise TwoNeeds("it would have to be a number and a sequence")
+        places: dict[tuple[int, int], list[Size]] = {}
+        for length, place, size in (*one.items, *other.items):
+            places.setdefault((length, place), []).append(size)
+        lengths = sorted({*one.other, *other.other})
+        both = next((n for n in lengths if any(n == length for length, _ in places)), None)
+        if both is not None:
+            raise TwoNeeds(f"a shape of {both} sizes would have to change and to stay")
+        return Items(tuple((*at, s) for at in sorted(places) for s in _sizes(places[at])), tuple(lengths))
+    raise TwoNeeds("it would have to be one number and a shape")
+
+
+def _sizes(sizes: Iterable[Size]) -> tuple[Size, ...]:
+    ordered = sorted(set(sizes), key=lambda s: (s.whole, s.times, s.parts))
+    for first, second in pairwise(ordered):
+        if first.whole == second.whole and first.parts != second.parts:
+            raise TwoNeeds(
+                f"{first.whole} would have to be {_listed(first.parts)} on the ranks, "
+                f"and {_listed(second.parts)}"
+            )
+    return tuple(ordered)
+
+
+def _listed(parts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, parts))
+
+
+@dataclass(frozen=True)
+class Edits:
+    """All edits of a model. `passed` are the functions that may be called where others are edited:
+    (function, start, stop, what is called)."""
+
+    edits: tuple[Edit, ...] = ()
+    passed: tuple[tuple[Function, int, int, object], ...] = field(default=(), repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.edits)
+
+    def __or__(self, more: Iterable[Edit]) -> Edits:
+        """With more edits; of one expression, joined.
+
+        Raises TwoNeeds, with the site in `.edit`, where two contradict each other.
+        """
+        found = {e.site: e for e in self.edits}
+        for edit in more:
+            known = found.get(edit.site)
+            try:
+                wrapper = edit.wrapper if known is None else joined(known.wrapper, edit.wrapper)
+            except TwoNeeds as error:
+                error.edit = edit
+                raise
+            found[edit.site] = replace(edit, wrapper=wrapper)
+        return replace(self, edits=tuple(found.values()))
+
+    def modules(self) -> Mapping[str, tuple[Edit, ...]]:
+        """The edits of each module."""
+        found: dict[str, tuple[Edit, ...]] = {}
+        for edit in self.edits:
+            found[edit.module] = (*found.get(edit.module, ()), edit)
+        return found
+
+    def of(self, path: str) -> Edits:
+        """The edits of one module alone."""
+        return replace(self, edits=tuple(replace(e, module="") for e in self.edits if e.module == path))
+
+    def functions(self) -> tuple[int, ...]:
+        """The identities of the live functions: lambdas of two instances are two functions at one place."""
+        return tuple(id(f.live) for e in self.edits for f in (*(c.function for c in e.calls), e.function))
+
+    def __deepcopy__(self, memo: object) -> Edits:
+        return self

@@ -24,7 +24,8 @@ class Wrong:
     """A number that an op is given: `got`, where this rank needs `need`. It is the `place`-th of `length`
     sizes, or an argument by itself (`place` None), called `name` in the op's schema.
 
-    `size` is the number of the whole model with its parts, where the call was given that very number.
+    `size` is the number of the whole model with its parts; `said` that number. Where it is not what the call
+    was given, that was computed of a rank's own sizes.
     """
 
     op: str
@@ -33,7 +34,13 @@ class Wrong:
     length: int
     got: int
     need: int
+    said: int | None
     size: Size | None
+
+    @property
+    def constant(self) -> bool:
+        """Whether the op was given the number of the whole model."""
+        return self.size is not None and self.got == self.said
 
 
 @dataclass(frozen=True)
@@ -50,22 +57,20 @@ def find(wrong: Wrong, sites: Sequence[tuple[int, Site]], tables: Sequence[Size]
     """The edit for a wrong number. `sites` are the located expressions with the levels of their frames, the
     innermost first; `tables` the sizes of the model that are cut."""
     for position, (level, site) in enumerate(sites):
-        if wrong.size is not None and wrong.got == wrong.size.whole * _factor(wrong):
-            found = _here(wrong, site, first=position == 0)
-            if found is not None:
-                node, place = found
-                wrapper = _wrapper(wrong, site, node, place)
-                if wrapper is not None:
-                    return Found(level, site, node, wrapper)
+        found = _here(wrong, site, first=position == 0) if wrong.size is not None else None
+        # An edit that is there already may be what is wrong: the expression has two needs.
+        if found is not None and (wrong.constant or _edited_from(wrong, site, found[0])):
+            wrapper = _wrapper(wrong, site, *found)
+            if wrapper is not None:
+                return Found(level, site, found[0], wrapper)
         leaf = _flow(wrong, site, tables, rank, first=position == 0)
         if leaf is not None:
             return Found(level, site, leaf[0], Local((leaf[1],)))
     return None
 
 
-def _factor(wrong: Wrong) -> int:
-    assert wrong.size is not None
-    return wrong.got // wrong.size.whole if wrong.size.times else 1
+def _edited_from(wrong: Wrong, site: Site, node: ast.expr) -> bool:
+    return site.plain(node) == wrong.said and site.value(node) == wrong.got
 
 
 def _wrapper(wrong: Wrong, site: Site, node: ast.expr, place: int | None) -> Wrapper | None:
@@ -139,7 +144,7 @@ def _sequence(wrong: Wrong, site: Site, flat: Sequence[ast.expr]) -> tuple[ast.e
         if not places:
             continue
         if wrong.place in places and len(values) == wrong.length:
-            return expression, wrong.place  # type: ignore[return-value]
+            return expression, wrong.place
         if len(places) == 1:
             return expression, places[0]
     return None
@@ -183,10 +188,11 @@ def _wanted(wrong: Wrong, worth: object) -> object:
     """What an expression should be worth, where it is worth the wrong number or holds it."""
     if number(worth):
         return wrong.need if worth == wrong.got else NOTHING
-    if isinstance(worth, (tuple, list)) and wrong.place is not None and len(worth) == wrong.length:
-        if worth[wrong.place] == wrong.got:
-            return [*worth[: wrong.place], wrong.need, *worth[wrong.place + 1 :]]
-    return NOTHING
+    if wrong.place is None or not isinstance(worth, (tuple, list)) or len(worth) != wrong.length:
+        return NOTHING
+    if worth[wrong.place] != wrong.got:
+        return NOTHING
+    return [*worth[: wrong.place], wrong.need, *worth[wrong.place + 1 :]]
 
 
 def _suspects(wrong: Wrong, site: Site, *, first: bool) -> Iterator[ast.expr]:
@@ -244,7 +250,7 @@ def _leaves(site: Site, expression: ast.expr) -> list[ast.expr]:
 def _with(site: Site, expression: ast.expr, values: dict[ast.expr, int]) -> object:
     """The expression's worth with other values at some of its leaves."""
     memo = {id(leaf): ast.copy_location(ast.Constant(value), leaf) for leaf, value in values.items()}
-    changed = copy.deepcopy(expression, memo)  # type: ignore[arg-type]
+    changed = copy.deepcopy(expression, memo)
     worth = site.plain(changed)
     return list(worth) if isinstance(worth, (tuple, list)) else worth
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import fx, nn
 
 from autotp.placement import Shard
-from autotp.propagate.arguments import expected, local_shape
-from autotp.propagate.engine import Propagation, arguments_of, named_arguments, name_of, op_name
+from autotp.propagate.arguments import expected
+from autotp.propagate.engine import Propagation, arguments_of, name_of, named_arguments, op_name
 from autotp.rewrite.edits.compile import holds, made_from, made_of
 from autotp.rewrite.edits.edit import Call, Edit, Function, Size, Wrapper
 from autotp.rewrite.edits.find import Found, Wrong, find, in_check
@@ -68,7 +68,6 @@ class Guide:
         if wanted is None:
             return func, args, kwargs
         given = named_arguments(func, args, kwargs)
-        results = self._results(wanted)
         mine = self._local(wanted, self.rank)
         changed: dict[str, Any] = {}
         for name, whole in arguments_of(wanted).items():
@@ -79,7 +78,6 @@ class Guide:
             if _plain(want) != _plain(here):
                 changed[name] = want
                 self._wrong(wanted, name, _plain(whole), _plain(here), want)
-        del results
         return func, *_replaced(func, args, kwargs, changed)
 
     def _matching(self, func: Any) -> fx.Node | None:
@@ -98,18 +96,6 @@ class Guide:
             self._lost = True
         return None
 
-    def _results(self, wanted: fx.Node) -> tuple[tuple[int, ...], ...]:
-        return self._results_of(wanted, self.rank)
-
-    def _results_of(self, wanted: fx.Node, rank: int) -> tuple[tuple[int, ...], ...]:
-        vals = wanted.meta["val"]
-        items = vals if isinstance(vals, list) else [vals]
-        layouts = self.whole.computed[wanted]
-        return tuple(
-            local_shape(v.shape, layout, rank) if v is not None else ()
-            for v, layout in zip(items, layouts, strict=True)
-        )
-
     def _local(self, wanted: fx.Node, rank: int) -> Any:
         from autotp.propagate.dual import local_call
 
@@ -124,7 +110,6 @@ class Guide:
         elif isinstance(here, list) and isinstance(want, list) and len(here) == len(want):
             places = [(k, g, w) for k, (g, w) in enumerate(zip(here, want, strict=True)) if g != w]
         else:
-            self.missing.append(Missing(node, f"{name}={here} would have to be {want}"))
             return
         try:
             frames = list(_frames(sys._getframe(2)))
@@ -135,10 +120,9 @@ class Guide:
         # What follows from another number that is mended here needs no edit of its own.
         wrongs = [self._described(node, name, whole, place, got, need, len(here) if place is not None else 0)
                   for place, got, need in places]  # fmt: skip
-        constant = [w for w in wrongs if w.size is not None]
         found_any = False
-        for wrong in (*constant, *(w for w in wrongs if w.size is None)):
-            if wrong.size is None and found_any:
+        for wrong in sorted(wrongs, key=lambda w: not w.constant):
+            if not wrong.constant and found_any:
                 continue
             found = find(wrong, sites, self._tables, self.rank)
             if found is None:
@@ -153,8 +137,8 @@ class Guide:
         self, node: fx.Node, name: str, whole: Any, place: int | None, got: int, need: int, length: int
     ) -> Wrong:
         said = whole if place is None else whole[place] if isinstance(whole, list) else None
-        size = self._size(node, name, whole, place, said) if said == got else None
-        return Wrong(op_name(node), name, place, length, got, need, size)
+        size = self._size(node, name, whole, place, said) if number(said) else None
+        return Wrong(op_name(node), name, place, length, got, need, said, size)
 
     def _size(self, node: fx.Node, name: str, whole: Any, place: int | None, said: int) -> Size | None:
         """The number with its part on every rank; without the factor of whole dims (batch · heads)."""
@@ -185,11 +169,9 @@ class Guide:
     def raised(self, error: BaseException | None) -> bool:
         """Whether an edit was found for a check of the model's own that raised."""
         frames: list[FrameType] = []
-        lines = []
         traceback = error.__traceback__ if error is not None else None
         while traceback is not None:
             frames.insert(0, traceback.tb_frame)
-            lines.insert(0, traceback.tb_lasti)
             traceback = traceback.tb_next
         if not frames or is_library(frames[0].f_code.co_filename):
             return False
@@ -322,8 +304,8 @@ def placed(
         named = _callee(site, code, method) if site is not None else None
         if site is None or named is None:
             raise NoSource(
-                f"{own[above].f_code.co_filename}:{own[above].f_lineno}: the call of {code.co_qualname} cannot "
-                "be told from its text"
+                f"{own[above].f_code.co_filename}:{own[above].f_lineno}: the call of {code.co_qualname} "
+                "cannot be told from its text"
             )
         expression, callee, function = named
         chain.append((frame, function))

@@ -4,7 +4,6 @@ Text is inserted, never printed anew: line numbers stay, comments stay, and the 
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -17,7 +16,9 @@ __all__ = ["Insert", "NoSource", "Source", "inserted", "source_of"]
 
 Insert = tuple[int, int, str]  # byte offset, order among those at one offset, text
 
-_FUTURE = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names} - {0, 0x10})
+_FUTURE: int = sum(
+    {getattr(__future__, name).compiler_flag for name in __future__.all_feature_names} - {0, 0x10}
+)
 
 
 class NoSource(Exception):
@@ -37,7 +38,7 @@ class Source:
         self._ends: dict[tuple[int, int], list[ast.AST]] = {}
         self._parents: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(self.tree):
-            if hasattr(node, "end_lineno"):
+            if isinstance(node, (ast.expr, ast.stmt)) and node.end_lineno and node.end_col_offset is not None:
                 self._ends.setdefault((node.end_lineno, node.end_col_offset), []).append(node)
             for child in ast.iter_child_nodes(node):
                 self._parents[child] = node

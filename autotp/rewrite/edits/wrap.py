@@ -62,6 +62,8 @@ def _items(how: Items, rank: int, where: str, note: Note | None) -> Callable[[An
 
     def local(values: Any) -> Any:
         found = list(values)
+        if len(found) in how.other:
+            return values
         if len(found) not in lengths:
             if note is not None:
                 note(len(found))

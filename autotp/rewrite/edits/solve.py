@@ -1,0 +1,143 @@
+"""Find the edits with which every rank runs its part of the whole model, in every mode.
+
+    dual trace ──► wrong number ──► guided traces, all modes and ranks ──► edits ──► dual trace, edited ──► …
+
+Only the dual trace of the edited model is the proof: what the search tried does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from autotp.propagate import dual
+from autotp.propagate.call import Conflict
+from autotp.propagate.engine import Finding, Propagation
+from autotp.rewrite.edits.bind import Observed, bound
+from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Wrapper
+from autotp.rewrite.edits.guide import Guide
+from autotp.rewrite.edits.text import NoSource
+from autotp.trace.graph import Trace, TraceError
+from autotp.trace.modes import Mode
+
+__all__ = ["solve"]
+
+ROUNDS = 12  # a check of the model's own stops a trace, so each takes a round
+_EDITABLE = ("AT313", "AT315")
+
+Run = Callable[[Mode, Propagation, int, Any], Trace]  # (mode, its layouts, rank, guide)
+Modes = list[tuple[Mode, Propagation]]
+
+
+def solve(
+    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run
+) -> tuple[Edits, str, Finding | None]:
+    """The edits, and the finding that is left, with its mode: None when every rank is proven.
+
+    `run` records the module as a rank; `ranks` are those that differ.
+    """
+    return _Search(module, modes, list(ranks), run).run()
+
+
+class _Search:
+    def __init__(self, module: nn.Module, modes: Modes, ranks: list[int], run: Run) -> None:
+        self.module, self.modes, self.ranks, self.record = module, modes, ranks, run
+        self.missing: list[tuple[fx.Node, str]] = []
+
+    def run(self) -> tuple[Edits, str, Finding | None]:
+        edits = Edits()
+        for _ in range(ROUNDS):
+            self.missing = []
+            observed = Observed()
+            try:
+                failed = self._first(edits, observed)
+                if failed is None:
+                    return _with_observed(edits, observed), "", None
+                mode, finding = failed
+                more = edits | self._guided(edits) if finding.conflict.code in _EDITABLE else edits
+            except TwoNeeds as error:
+                return edits, mode, _two_needs(finding, error)
+            if more == edits:
+                return edits, mode, self._explained(finding)
+            edits = more
+        return edits, mode, self._explained(finding)
+
+    def _first(self, edits: Edits, observed: Observed) -> tuple[str, Finding] | None:
+        """The first finding of a rank's own trace, in any mode."""
+        for mode, whole in self.modes:
+            for rank in self.ranks:
+                with bound(self.module, edits, rank, observed):
+                    try:
+                        local = self.record(mode, whole, rank, None)
+                    except TraceError as error:
+                        return mode.name, dual.failed(whole, error, rank)
+                found = dual.compare(whole, local, rank)
+                if found is not None:
+                    return mode.name, found
+        return None
+
+    def _guided(self, edits: Edits) -> list[Edit]:
+        """The edits that the guided traces of every mode and rank find."""
+        found: list[Edit] = []
+        for mode, whole in self.modes:
+            if whole.trace.route != "recorder":
+                continue
+            for rank in self.ranks:
+                guide = Guide(self.module, whole, rank)
+                with bound(self.module, edits, rank, Observed()):
+                    try:
+                        self.record(mode, whole, rank, guide)
+                    except TraceError as error:
+                        try:
+                            guide.raised(error.__cause__)
+                        except NoSource as lacking:
+                            self.missing.append((whole.trace.ops()[0], str(lacking)))
+                found += guide.edits
+                self.missing += [(m.node, m.why) for m in guide.missing]
+        return found
+
+    def _explained(self, finding: Finding) -> Finding:
+        """With why no edit makes it right."""
+        reasons = [why for node, why in self.missing if node is finding.node or not finding.origins]
+        notes = (*finding.conflict.notes, *(f"no edit of the code makes it right: {w}" for w in reasons[:1]))
+        conflict = finding.conflict
+        return replace(
+            finding,
+            conflict=Conflict(
+                conflict.code, conflict.message, blame=conflict.blame, notes=notes, help=conflict.help
+            ),
+        )
+
+
+def _with_observed(edits: Edits, observed: Observed) -> Edits:
+    """The edits with what passed through their wrappers and was proven as it is."""
+    by_site = {e.site: e for e in edits.edits}
+    more: list[Edit] = []
+    passed = []
+    for site, values in observed.met.items():
+        edit = by_site.get(site)
+        if edit is None:
+            passed += [(*site, value) for value in values]
+        else:
+            more += [replace(edit, wrapper=_as_it_is(edit.wrapper, value)) for value in values]
+    return replace(edits | more, passed=tuple(passed))
+
+
+def _as_it_is(wrapper: Wrapper, value: int) -> Wrapper:
+    if isinstance(wrapper, Items):
+        return Items((), (value,))
+    return Local((Size(value, (value,) * len(wrapper.sizes[0].parts)),))
+
+
+def _two_needs(finding: Finding, error: TwoNeeds) -> Finding:
+    edit = error.edit
+    where = f"{edit.function.name} in {edit.module or 'the model'}" if edit is not None else "the model"
+    conflict = Conflict(
+        "AT327",
+        f"one expression of {where} would have to be two things on a rank: {error}",
+        help=("let the two uses be two expressions",),
+    )
+    return replace(finding, conflict=conflict)
