@@ -120,7 +120,7 @@ PARTS = {
     "the plan's text": ("plan", "planfault", "planfile", "plantext", "rule", "hfplan", "hfwrite", "hfsource"),
     "match": ("match", "claims", "units", "styles", "tied"),
     "the model": ("trace/support", "decide"),
-    "the layouts": ("propagate/", "prove"),
+    "the layouts": ("propagate/", "prove", "rewrite/edits/"),
     "the cost": ("cost",),
     "the checkpoint": ("shapes", "checkpoint/"),
 }
