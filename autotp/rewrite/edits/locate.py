@@ -16,6 +16,7 @@ from typing import Any
 
 from autotp.rewrite.edits.compile import holds, made_of
 from autotp.rewrite.edits.text import Insert, Source, source_of
+from autotp.trace.source import is_library
 
 __all__ = ["NOTHING", "Site", "located", "method_of", "number", "outer"]
 
@@ -187,8 +188,13 @@ def method_of(frame: FrameType) -> tuple[Any, str, FunctionType, Any] | None:
             found = holds(got, code)
             if found is not None:
                 return first, "" if name in taken else name, found, value
-        taken |= names.keys()
+        taken |= {name for name, value in names.items() if not _ours(value)}
     return None
+
+
+def _ours(value: object) -> bool:
+    """A forward that autotp has put in front of the model's own."""
+    return isinstance(value, FunctionType) and is_library(value.__code__.co_filename)
 
 
 def outer(frames: list[FrameType], level: int) -> int:
