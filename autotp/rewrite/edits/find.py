@@ -70,7 +70,7 @@ def find(wrong: Wrong, sites: Sequence[tuple[int, Site]], tables: Sequence[Size]
 
 
 def _edited_from(wrong: Wrong, site: Site, node: ast.expr) -> bool:
-    return site.plain(node) == wrong.said and site.value(node) == wrong.got
+    return bool(site.plain(node) == wrong.said and site.value(node) == wrong.got)
 
 
 def _wrapper(wrong: Wrong, site: Site, node: ast.expr, place: int | None) -> Wrapper | None:

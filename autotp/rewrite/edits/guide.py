@@ -137,7 +137,7 @@ class Guide:
         self, node: fx.Node, name: str, whole: Any, place: int | None, got: int, need: int, length: int
     ) -> Wrong:
         said = whole if place is None else whole[place] if isinstance(whole, list) else None
-        size = self._size(node, name, whole, place, said) if number(said) else None
+        size = self._size(node, name, whole, place, said) if isinstance(said, int) else None
         return Wrong(op_name(node), name, place, length, got, need, said, size)
 
     def _size(self, node: fx.Node, name: str, whole: Any, place: int | None, said: int) -> Size | None:
