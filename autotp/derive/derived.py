@@ -1,0 +1,161 @@
+"""Derive the rules of a whole model: each matrix in turn, each found set of rules in every layer it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autotp.derive.assignment import Board
+from autotp.derive.instances import Instances
+from autotp.derive.naming import plan_of
+from autotp.derive.search import search
+from autotp.derive.seeds import Seed, seeds
+from autotp.derive.trial import Outcome, Trials
+from autotp.diagnostic import Span
+from autotp.inventory import Inventory
+from autotp.plan import Plan, Rule
+from autotp.propagate.engine import op_name
+from autotp.trace.graph import Trace
+from autotp.units import Fault
+
+__all__ = ["Derived", "Reason", "derive"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a matrix is left whole: its name, what speaks against cutting it, at which op and line."""
+
+    name: str
+    nbytes: int
+    message: str
+    op: str = ""
+    source: Span | None = None
+
+
+@dataclass
+class Derived:
+    """The rules that were found, by full names; those that go together; what stays whole and why.
+
+    `alike` maps each key to the key of the place where its rule was found. `tries` is how many assignments
+    were propagated.
+    """
+
+    rules: dict[str, Rule] = field(default_factory=dict)
+    groups: dict[str, frozenset[str]] = field(default_factory=dict)
+    alike: dict[str, str] = field(default_factory=dict)
+    whole: list[Reason] = field(default_factory=list)
+    plan: Plan | None = None
+    tries: int = 0
+
+
+def derive(
+    inventory: Inventory, traces: list[Trace], *, tp: int, forbidden: Mapping[str, Reason] | None = None
+) -> Derived:
+    """The rules that cut the most of a model over `tp` ranks, as far as its traces have no conflict.
+
+    `forbidden` keys (layers or tensors) stay whole, for the reason given. The same model gives the same
+    rules on every rank. The plan is not proven here.
+    """
+    deriver = _Deriver(Board(inventory, tp), traces, forbidden or {})
+    return deriver.run()
+
+
+class _Deriver:
+    def __init__(self, board: Board, traces: list[Trace], forbidden: Mapping[str, Reason]) -> None:
+        self.board, self.traces, self.forbidden = board, traces, forbidden
+        self.trials = Trials(board, traces)
+        self.instances = Instances(board)
+        self.derived = Derived()
+        self.failed: dict[str, Reason] = {}
+
+    def run(self) -> Derived:
+        todo = list(seeds(self.board, self.traces))
+        for seed in todo:
+            if seed.name not in self.failed and not self._is_cut(seed):
+                self._seed(seed)
+        derived = self.derived
+        derived.whole = [
+            self._reason(seed) for seed in todo if not self._is_cut(seed)
+        ]
+        derived.tries = self.trials.count
+        if derived.rules:
+            order = {key: place for place, key in enumerate((*self.board.inventory.modules, *self.board.tensors))}
+            derived.rules = dict(sorted(derived.rules.items(), key=lambda item: order[item[0]]))
+            derived.plan = plan_of(derived.rules, self.board)
+        return derived
+
+    def _is_cut(self, seed: Seed) -> bool:
+        """Whether a matrix has a rule, under any of its names, by its layer or by itself."""
+        names = self.board.names.get(seed.name, [seed.name])
+        return any(n in self.derived.rules or self.board.key(n) in self.derived.rules for n in names)
+
+    def _seed(self, seed: Seed) -> None:
+        derived = self.derived
+        if seed.key in self.forbidden:
+            return
+        found = search(
+            seed, self.board, self.trials,
+            accepted=derived.groups, rules=derived.rules, forbidden=self.forbidden,
+        )  # fmt: skip
+        if not found.rules:
+            self._fail(seed, found.dead_end)
+            return
+        keys = list(found.rules)
+        places = []
+        for mapped in self.instances.of(keys):
+            new = [k for k in mapped.values() if k not in derived.rules]
+            if new and self.forbidden.keys().isdisjoint(mapped.values()):
+                places.append(mapped)
+        self._accept(found.rules, self._fitting(found.rules, places))
+
+    def _fitting(self, rules: Mapping[str, Rule], places: list[dict[str, str]]) -> list[dict[str, str]]:
+        """The places in which the rules have no conflict, tried together."""
+        while len(places) > 1:
+            everywhere = {mapped[k]: rule for mapped in places for k, rule in rules.items()}
+            found = self.trials.conflicts(everywhere)
+            if isinstance(found, Fault):
+                return places[:1]
+            if not found:
+                break
+            blamed = {k for f in found for k in self.board.keys_of(f.origins, everywhere)}
+            kept = [places[0], *(m for m in places[1:] if blamed.isdisjoint(m.values()))]
+            if len(kept) == len(places):
+                return places[:1]
+            places = kept
+        return places
+
+    def _accept(self, rules: Mapping[str, Rule], places: list[dict[str, str]]) -> None:
+        derived = self.derived
+        for mapped in places:
+            group = frozenset(mapped.values())
+            for key, there in mapped.items():
+                derived.rules[there] = rules[key]
+                derived.groups[there] = group
+                derived.alike[there] = key
+
+    def _fail(self, seed: Seed, dead_end: Outcome | None) -> None:
+        """Note why a matrix stays whole; the same holds for those like it, which are not tried again."""
+        for mapped in self.instances.of([seed.key]):
+            there = mapped[seed.key]
+            name = there if there in self.board.tensors else f"{there}.{seed.name.rpartition('.')[2]}"
+            if name in self.board.tensors:
+                name = self.board.canonical(name)
+                self.failed.setdefault(name, _told(name, self.board, dead_end))
+
+    def _reason(self, seed: Seed) -> Reason:
+        nbytes = self.board.tensors[seed.name].nbytes
+        known = self.forbidden.get(seed.key) or self.failed.get(seed.name)
+        if known is None:
+            return Reason(seed.name, nbytes, "nothing was found that could be cut with it")
+        return Reason(seed.name, nbytes, known.message, known.op, known.source)
+
+
+def _told(name: str, board: Board, dead_end: Outcome | None) -> Reason:
+    nbytes = board.tensors[name].nbytes
+    if dead_end is not None and dead_end.fault is not None:
+        return Reason(name, nbytes, dead_end.fault.message)
+    if dead_end is None or dead_end.finding is None:
+        return Reason(name, nbytes, "no way of cutting it was found that propagates")
+    node, conflict = dead_end.finding.node, dead_end.finding.conflict
+    op = op_name(node) if node.op == "call_function" else ""
+    return Reason(name, nbytes, conflict.message, op, node.meta.get("source"))

@@ -1,0 +1,80 @@
+"""How a fused dim is cut: its units and sections, read off the op that cannot take it as it is.
+
+    view [b, s, 48] -> [b, s, 3, 16]           3 heads are the units; or 3 sections, when they are taken apart
+    split [b, s, 96] -> 64 | 16 | 16           sections of these sizes
+    [.., ::2], [.., 1::2]                      pairs are the units
+    grouped_mm of widths that must be 8k       blocks of 8 are the units
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+
+from torch import fx
+
+from autotp.plan import Rule
+from autotp.propagate.call import Value
+from autotp.propagate.engine import arguments_of, op_name
+
+__all__ = ["Form", "cuts_of", "forms_of_view", "refined"]
+
+Form = tuple[int | tuple[int, ...] | None, int | None]  # sections and heads, as a rule has them
+MOST_SECTIONS = 8
+
+
+def forms_of_view(node: fx.Node, value: Value) -> Iterator[Form]:
+    """What a view makes of the sharded dim: units, or sections of units."""
+    assert value.shard is not None
+    shape, front, before = node.meta["val"].shape, math.prod(value.shape[: value.shard.dim]), 1
+    landing: list[int] = []
+    for dim, size in enumerate(shape):
+        if before == front and size != 1:
+            landing = [n for n in shape[dim:] if n != 1]
+            break
+        before *= size
+    if not landing:
+        return
+    yield None, landing[0]
+    if len(landing) > 1 and landing[0] <= MOST_SECTIONS:
+        yield landing[0], landing[1]
+        yield landing[0], None
+
+
+def cuts_of(node: fx.Node, value: Value) -> list[int]:
+    """The places where a split, or the slices of one value, take its sharded dim apart."""
+    assert value.shard is not None
+    size, vals = value.shape[value.shard.dim], node.meta["val"]
+    if isinstance(vals, list):
+        sizes = [v.shape[value.shard.dim] for v in vals]
+        return list(accumulate(sizes))[:-1]
+    edges: set[int] = set()
+    for user in value.node.users:
+        if user.op != "call_function":
+            continue
+        named = arguments_of(user)
+        if op_name(user) == "slice":
+            if (named.get("dim") or 0) % value.rank == value.shard.dim:
+                edges |= set(slice(named.get("start"), named.get("end")).indices(size)[:2])
+        elif op_name(user) == "narrow" and named["dim"] % value.rank == value.shard.dim:
+            edges |= {named["start"] % size, named["start"] % size + named["length"]}
+        elif op_name(user) == "glu":
+            edges.add(size // 2)
+    return sorted(edges - {0, size})
+
+
+def refined(rule: Rule, size: int, edges: list[int]) -> Rule | None:
+    """A rule whose sections also end at `edges`; None where it has them already."""
+    if rule.sections is None:
+        have: list[int] = []
+    elif isinstance(rule.sections, int):
+        have = [size // rule.sections * part for part in range(1, rule.sections)]
+    else:
+        have = list(accumulate(int(section) for section in rule.sections))[:-1]
+    wanted = sorted({*have, *(edge for edge in edges if 0 < edge < size)})
+    if wanted == sorted(have):
+        return None
+    sizes = [stop - start for start, stop in pairwise([0, *wanted, size])]
+    sections = len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
+    return rule.model_copy(update={"sections": sections})
