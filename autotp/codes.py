@@ -215,6 +215,10 @@ CODES: dict[str, Code] = {
     ),
     "AT391": Code("The plan shards no matrix.", "Give the large matrices a column, row or vocab rule."),
     "AT392": Code("The plan shards next to nothing.", "Give the large matrices a column, row or vocab rule."),
+    "AT393": Code(
+        'A large matrix stays whole under the plan "auto", for the reason that is told.',
+        "Nothing, or change the line of the model that is named.",
+    ),
     "AT420": Code(
         "A tensor has another shape in the checkpoint than by its config.json.",
         "Get config and weights from one place.",

@@ -12,18 +12,21 @@ from torch import nn
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.collectives import Collective, collectives_of
 from autotp.diagnostic import UsageError, errors
+from autotp.derive.auto import decide_auto
+from autotp.derive.derived import Derived
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
+from autotp.plan import Plan
 from autotp.prove import Proof, prove
 from autotp.rewrite.apply import refuse_sharded
 from autotp.rewrite.edits.diff import diff
 from autotp.shapes import analyze_shapes
 from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
-from autotp.trace.modes import signature
+from autotp.trace.modes import capture_modes, signature
 from autotp.trace.support import hooked, unsupported
 
-__all__ = ["decide", "decide_with_proof"]
+__all__ = ["decide", "decide_with_proof", "derive_with_proof"]
 
 
 def decide(
@@ -45,6 +48,8 @@ def decide_with_proof(
         raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
     refuse_sharded(model)
     stock = inventory(model)
+    if plan == "auto":
+        return derive_with_proof(model, tp=tp, inputs=inputs, check=check)[:2]
     chosen, name = named_plan(plan, stock.config.get("model_type"))
     analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name)
     cut = analysis.layouts if tp > 1 else ()
@@ -54,6 +59,33 @@ def decide_with_proof(
         return analysis, None
     proof = prove(model, analysis.matches, stock, make(model, inputs))
     return _proven(analysis, proof), proof
+
+
+def derive_with_proof(
+    model: nn.Module, *, tp: int, inputs: Any = None, check: str = "layouts"
+) -> tuple[Analysis, Proof | None, Derived]:
+    """The analysis of the plan that is derived from the model's graph, its proof, and what was found.
+
+    Raises UsageError for a call that cannot mean anything.
+    """
+    if check != "layouts":
+        raise UsageError('plan "auto" is derived from the traced graph, which check="shapes" leaves out')
+    stock, refused = inventory(model), tuple(unsupported(model))
+    samples = make(model, inputs)
+    found = capture_modes(model, samples)
+
+    def decided(plan: Plan) -> tuple[Analysis, Proof | None]:
+        analysis = analyze_shapes(stock, plan, tp=tp, plan_name="auto")
+        found_hooks = tuple(hooked(model, analysis.layouts if tp > 1 else ()))
+        analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *found_hooks))
+        if not analysis.ok and analysis.layouts:
+            return analysis, None
+        proof = prove(model, analysis.matches, stock, samples, found=found)
+        return _proven(analysis, proof), proof
+
+    traces = [] if refused else [trace for _, trace in found.traces]
+    (analysis, proof), derived = decide_auto(stock, traces, tp, decided)
+    return replace(analysis, diagnostics=(*analysis.diagnostics, *refused)), proof, derived
 
 
 def _proven(analysis: Analysis, proof: Proof) -> Analysis:

@@ -64,13 +64,20 @@ class Proof:
     edits: Edits = field(default_factory=Edits)
 
 
-def prove(module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples) -> Proof:
+def prove(
+    module: nn.Module,
+    matches: Matches,
+    inventory: Inventory,
+    samples: Samples,
+    *,
+    found: Captured | None = None,
+) -> Proof:
     """Trace `module` in every mode and give every value a layout, on every rank.
 
-    Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
+    `found` are its traces, where there are some already. Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
     prover = _Prover(module, matches, inventory, samples)
-    prover.run(capture_modes(module, samples))
+    prover.run(capture_modes(module, samples) if found is None else found)
     return prover.proof
 
 

@@ -49,7 +49,10 @@ class Board:
     def key(self, name: str) -> str:
         """What a rule names to cut this tensor: a layer by its path, any other tensor by its name."""
         owner = self.owner(name)
-        layer = owner.kind in ("linear", "conv1d", "embedding") and name.rpartition(".")[2] in ("weight", "bias")
+        layer = owner.kind in ("linear", "conv1d", "embedding") and name.rpartition(".")[2] in (
+            "weight",
+            "bias",
+        )
         return owner.path if layer else name
 
     def placed(self, key: str, rule: Rule) -> Placed | Fault:

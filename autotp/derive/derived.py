@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from autotp.derive.assignment import Board
 from autotp.derive.instances import Instances
 from autotp.derive.naming import plan_of
-from autotp.derive.search import search
+from autotp.derive.search import Found, search
 from autotp.derive.seeds import Seed, seeds
-from autotp.derive.trial import Outcome, Trials
+from autotp.derive.trial import Trials
 from autotp.diagnostic import Span
 from autotp.inventory import Inventory
 from autotp.plan import Plan, Rule
@@ -49,20 +49,31 @@ class Derived:
 
 
 def derive(
-    inventory: Inventory, traces: list[Trace], *, tp: int, forbidden: Mapping[str, Reason] | None = None
+    inventory: Inventory,
+    traces: list[Trace],
+    *,
+    tp: int,
+    forbidden: Mapping[str, Reason] | None = None,
+    beside: Mapping[str, Reason] | None = None,
 ) -> Derived:
     """The rules that cut the most of a model over `tp` ranks, as far as its traces have no conflict.
 
-    `forbidden` keys (layers or tensors) stay whole, for the reason given. The same model gives the same
-    rules on every rank. The plan is not proven here.
+    `forbidden` keys (layers or tensors) stay whole, for the reason given; `beside` are those that went with
+    them, and the reason if they stay whole, too. The same model gives the same rules on every rank. The
+    plan is not proven here.
     """
-    deriver = _Deriver(Board(inventory, tp), traces, forbidden or {})
-    return deriver.run()
+    return _Deriver(Board(inventory, tp), traces, forbidden or {}, beside or {}).run()
 
 
 class _Deriver:
-    def __init__(self, board: Board, traces: list[Trace], forbidden: Mapping[str, Reason]) -> None:
-        self.board, self.traces, self.forbidden = board, traces, forbidden
+    def __init__(
+        self,
+        board: Board,
+        traces: list[Trace],
+        forbidden: Mapping[str, Reason],
+        beside: Mapping[str, Reason],
+    ) -> None:
+        self.board, self.traces, self.forbidden, self.beside = board, traces, forbidden, beside
         self.trials = Trials(board, traces)
         self.instances = Instances(board)
         self.derived = Derived()
@@ -74,12 +85,12 @@ class _Deriver:
             if seed.name not in self.failed and not self._is_cut(seed):
                 self._seed(seed)
         derived = self.derived
-        derived.whole = [
-            self._reason(seed) for seed in todo if not self._is_cut(seed)
-        ]
+        derived.whole = [self._reason(seed) for seed in todo if not self._is_cut(seed)]
         derived.tries = self.trials.count
         if derived.rules:
-            order = {key: place for place, key in enumerate((*self.board.inventory.modules, *self.board.tensors))}
+            order = {
+                key: place for place, key in enumerate((*self.board.inventory.modules, *self.board.tensors))
+            }
             derived.rules = dict(sorted(derived.rules.items(), key=lambda item: order[item[0]]))
             derived.plan = plan_of(derived.rules, self.board)
         return derived
@@ -98,7 +109,7 @@ class _Deriver:
             accepted=derived.groups, rules=derived.rules, forbidden=self.forbidden,
         )  # fmt: skip
         if not found.rules:
-            self._fail(seed, found.dead_end)
+            self._fail(seed, found)
             return
         keys = list(found.rules)
         places = []
@@ -133,29 +144,30 @@ class _Deriver:
                 derived.groups[there] = group
                 derived.alike[there] = key
 
-    def _fail(self, seed: Seed, dead_end: Outcome | None) -> None:
+    def _fail(self, seed: Seed, found: Found) -> None:
         """Note why a matrix stays whole; the same holds for those like it, which are not tried again."""
         for mapped in self.instances.of([seed.key]):
             there = mapped[seed.key]
             name = there if there in self.board.tensors else f"{there}.{seed.name.rpartition('.')[2]}"
             if name in self.board.tensors:
                 name = self.board.canonical(name)
-                self.failed.setdefault(name, _told(name, self.board, dead_end))
+                self.failed.setdefault(name, self._told(name, found))
 
     def _reason(self, seed: Seed) -> Reason:
         nbytes = self.board.tensors[seed.name].nbytes
-        known = self.forbidden.get(seed.key) or self.failed.get(seed.name)
+        known = self.forbidden.get(seed.key) or self.beside.get(seed.key) or self.failed.get(seed.name)
         if known is None:
             return Reason(seed.name, nbytes, "nothing was found that could be cut with it")
         return Reason(seed.name, nbytes, known.message, known.op, known.source)
 
-
-def _told(name: str, board: Board, dead_end: Outcome | None) -> Reason:
-    nbytes = board.tensors[name].nbytes
-    if dead_end is not None and dead_end.fault is not None:
-        return Reason(name, nbytes, dead_end.fault.message)
-    if dead_end is None or dead_end.finding is None:
-        return Reason(name, nbytes, "no way of cutting it was found that propagates")
-    node, conflict = dead_end.finding.node, dead_end.finding.conflict
-    op = op_name(node) if node.op == "call_function" else ""
-    return Reason(name, nbytes, conflict.message, op, node.meta.get("source"))
+    def _told(self, name: str, found: Found) -> Reason:
+        nbytes, dead_end = self.board.tensors[name].nbytes, found.dead_end
+        if dead_end is None and found.blocked is not None:
+            return self.forbidden[found.blocked]
+        if dead_end is not None and dead_end.fault is not None:
+            return Reason(name, nbytes, dead_end.fault.message)
+        if dead_end is None or dead_end.finding is None:
+            return Reason(name, nbytes, "no way of cutting it was found that propagates")
+        node, conflict = dead_end.finding.node, dead_end.finding.conflict
+        op = op_name(node) if node.op == "call_function" else ""
+        return Reason(name, nbytes, conflict.message, op, node.meta.get("source"))

@@ -1,9 +1,9 @@
 """How a fused dim is cut: its units and sections, read off the op that cannot take it as it is.
 
-    view [b, s, 48] -> [b, s, 3, 16]           3 heads are the units; or 3 sections, when they are taken apart
-    split [b, s, 96] -> 64 | 16 | 16           sections of these sizes
-    [.., ::2], [.., 1::2]                      pairs are the units
-    grouped_mm of widths that must be 8k       blocks of 8 are the units
+view [b, s, 48] -> [b, s, 3, 16]           3 heads are the units; or 3 sections, when they are taken apart
+split [b, s, 96] -> 64 | 16 | 16           sections of these sizes
+[.., ::2], [.., 1::2]                      pairs are the units
+grouped_mm of widths that must be 8k       blocks of 8 are the units
 """
 
 from __future__ import annotations

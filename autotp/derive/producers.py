@@ -48,7 +48,9 @@ def _layer_matrix(node: fx.Node, board: Board) -> bool:
     """Whether a node is the weight of a layer: what the layer reads is then behind another layer."""
     if node.op != "get_attr" or node.meta["name"] not in board.tensors:
         return False
-    return len(board.tensors[node.meta["name"]].shape) > 1 and board.key(node.meta["name"]) != node.meta["name"]
+    return (
+        len(board.tensors[node.meta["name"]].shape) > 1 and board.key(node.meta["name"]) != node.meta["name"]
+    )
 
 
 @dataclass(frozen=True)

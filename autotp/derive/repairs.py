@@ -84,7 +84,11 @@ class _Repair:
         """The whole layer that reads sharded features."""
         named = arguments_of(self.node)
         weight = named.get("mat2") if op_name(self.node) == "addmm" else named.get("weight")
-        if isinstance(weight, fx.Node) and weight.op == "get_attr" and weight.meta["name"] in self.board.tensors:
+        if (
+            isinstance(weight, fx.Node)
+            and weight.op == "get_attr"
+            and weight.meta["name"] in self.board.tensors
+        ):
             name = weight.meta["name"]
             key = self.board.key(name)
             if key != name:
@@ -221,7 +225,9 @@ class _Repair:
             return
         layers = [k for k in self._keys(self.cut) if k not in self.board.tensors]
         columns = [k for k in layers if self.assignment[k].style == "column"]
-        if len(columns) + sum(self.assignment[k].style == "vocab" for k in layers) < len(self._keys(self.cut)):
+        if len(columns) + sum(self.assignment[k].style == "vocab" for k in layers) < len(
+            self._keys(self.cut)
+        ):
             return  # what is returned also comes from elsewhere
         grown: Grown | None = dict(self.assignment)
         for key in columns:

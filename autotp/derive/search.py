@@ -24,10 +24,14 @@ AFTER_CLEAN = 12  # further tries once there is a clean end
 
 @dataclass
 class Found:
-    """The rules of the best clean end, or none and the conflict at the end of the likeliest way."""
+    """The rules of the best clean end, or none and the conflict at the end of the likeliest way.
+
+    `blocked` is a forbidden key that the likeliest way needs.
+    """
 
     rules: dict[str, Rule] = field(default_factory=dict)
     dead_end: Outcome | None = None
+    blocked: str | None = None
 
 
 def search(
@@ -56,7 +60,11 @@ def search(
     while todo and tries < limit:
         assignment = _with_groups(todo.pop(), accepted, rules)
         known = frozenset(assignment.items())
-        if known in seen or any(key in forbidden for key in assignment):
+        if known in seen:
+            continue
+        blocked = next((key for key in assignment if key in forbidden), None)
+        if blocked is not None:
+            found.blocked = found.blocked or blocked
             continue
         seen.add(known)
         tries += 1
