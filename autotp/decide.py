@@ -11,9 +11,9 @@ from torch import nn
 
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.collectives import Collective, collectives_of
-from autotp.diagnostic import UsageError, errors
 from autotp.derive.auto import decide_auto
 from autotp.derive.derived import Derived
+from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
 from autotp.plan import Plan

@@ -22,18 +22,21 @@ CHECKS = ("layouts", "shapes")
 
 
 def named_plan(plan: PlanLike | None, model_type: object) -> tuple[Plan, str]:
-    """The plan that is meant, and its name: "auto" and None mean the shipped plan of the model type.
+    """The plan that is meant, and its name; None means the shipped plan of the model type.
 
-    Raises PlanError for a plan that cannot be read, UsageError when there is no shipped plan.
+    Raises PlanError for a plan that cannot be read, UsageError when there is no shipped plan, and for "auto",
+    which names no plan but is derived from a model's graph.
     """
-    if plan is not None and plan != "auto":
+    if plan == "auto":
+        raise UsageError('plan "auto" is derived from the traced graph, which check="shapes" leaves out')
+    if plan is not None:
         return as_plan(plan), str(plan) if isinstance(plan, (str, Path)) else ""
     found = plan_for(str(model_type)) if model_type else None
     if found is None:
         of = f"model type {model_type!r}" if model_type else "a model without a config"
         raise UsageError(
-            f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}), and autotp does "
-            "not derive plans yet; pass plan= with its rules"
+            f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}); pass plan= with "
+            'its rules, or plan="auto" to derive one'
         )
     return found, str(model_type)
 
@@ -56,8 +59,8 @@ def analyze(
 
     - `source`: a module (on any device, the meta device too), or a checkpoint folder, `.safetensors` file
       or config.json. With `check="shapes"` a checkpoint is read by its headers alone.
-    - `plan`: a Plan, its rules as a dict, a path, the name of a shipped plan, or "auto": the shipped plan
-      of the model's type.
+    - `plan`: a Plan, its rules as a dict, a path, the name of a shipped plan, or "auto": a plan that
+      is derived from the model's graph, see `autotp.derive`. None: the shipped plan of the model's type.
     - `inputs`: samples for the trace: a tensor, a tuple of arguments, a dict of keyword arguments. Without
       them they are made from the config, or found by trying what the layers take.
 

@@ -74,7 +74,8 @@ def prove(
 ) -> Proof:
     """Trace `module` in every mode and give every value a layout, on every rank.
 
-    `found` are its traces, where there are some already. Never raises for a plan or a model that cannot be proven: the proof's diagnostics say so.
+    `found` are its traces, where there are some already. Never raises for a plan or a model that cannot be
+    proven: the proof's diagnostics say so.
     """
     prover = _Prover(module, matches, inventory, samples)
     prover.run(capture_modes(module, samples) if found is None else found)

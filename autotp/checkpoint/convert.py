@@ -31,7 +31,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
-    plan: Plan | Mapping[str, Any] | str | Path | None = "auto",
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
     tp: int,
     check: Literal["layouts", "shapes"] = "layouts",
     digest: Literal["xxh3", "sha256", "none"] = "xxh3",
@@ -46,7 +46,8 @@ def convert(
       plain tensors and merges into .safetensors
     - `target`: absent or an empty folder; it appears whole or not at all. A run that was killed goes on
       where it stopped when it is started again
-    - `plan`: a plan, a file or a name; "auto" or None: the shipped plan of config.json's model_type
+    - `plan`: a plan, a file or a name; None: the shipped plan of config.json's model_type; "auto": one that
+      is derived from the graph of the model that config.json describes
     - `check`: "layouts" proves the plan on the model that config.json describes (this imports torch);
       "shapes" matches names and shapes alone, and the manifest says `proof: none`
     - `digest`: of the bytes of each tensor, which `merge` verifies
@@ -71,7 +72,7 @@ def convert(
     other = _other_format(source)
     folder = open_folder(source) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
-    chosen, name = choose_plan(plan, folder.config, source)
+    chosen, name = choose_plan(plan, folder.config, source, tp=tp, check=check)
     layouts = decide_layouts(source, entries, folder.config, chosen, tp, check)
     manifest = Manifest(
         tp=tp,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ __all__ = ["CHECKS", "choose_plan", "decide_layouts"]
 CHECKS = ("layouts", "shapes")
 
 
-def choose_plan(plan: Any, config: Mapping[str, Any], source: Path) -> tuple[Plan, str]:
-    """The plan that is given, or the shipped one of the config's model_type and its name.
+def choose_plan(
+    plan: Any, config: Mapping[str, Any], source: Path, *, tp: int, check: str
+) -> tuple[Plan, str]:
+    """The plan that is given, one derived for "auto", or the shipped one of the model_type; and its name.
 
-    Raises PlanError for a plan that cannot be read, UsageError when none is given and none is shipped.
+    Raises PlanError for a plan that cannot be read and for a model of which nothing can be sharded,
+    UsageError when none is given and none is shipped.
     """
-    if plan is not None and not (isinstance(plan, str) and plan == "auto"):
+    if isinstance(plan, str) and plan == "auto":
+        return _derived(source, config, tp, check), "auto"
+    if plan is not None:
         return as_plan(plan), ""
     kind = config.get("model_type")
     found = plan_for(kind) if isinstance(kind, str) else None
@@ -35,6 +40,31 @@ def choose_plan(plan: Any, config: Mapping[str, Any], source: Path) -> tuple[Pla
         why = f"no plan is shipped for model_type {kind!r}" if kind else "no config tells a model_type"
         raise UsageError(f"{source}: {why}; give a plan, or one of {', '.join(shipped_plans())}")
     return found, str(kind)
+
+
+def _derived(source: Path, config: Mapping[str, Any], tp: int, check: str) -> Plan:
+    """The plan that is derived from the graph of the model that the config describes."""
+    from autotp.decide import decide
+
+    with _described(source, config) as described:
+        from autotp.hf import build
+
+        analysis = decide(build(described), "auto", tp=tp, check=check)
+    if not analysis.ok:
+        raise PlanError(analysis.diagnostics)
+    return analysis.plan
+
+
+@contextmanager
+def _described(source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """The place of a checkpoint's config.json; for one made from Meta's params.json, a folder of its own."""
+    home = source if source.is_dir() else source.parent
+    if not config or (home / "config.json").exists():
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield Path(folder)
 
 
 def decide_layouts(
@@ -83,12 +113,7 @@ def _proven(
     from autotp.decide import decide
     from autotp.hf import build
 
-    with ExitStack() as stack:
-        described = source
-        home = source if source.is_dir() else source.parent
-        if config and not (home / "config.json").exists():  # one that was made from Meta's params.json
-            described = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            (described / "config.json").write_text(json.dumps(config))
+    with _described(source, config) as described:
         model = build(described)
     analysis = decide(model, matches.plan, tp=matches.tp)
     if not analysis.ok:

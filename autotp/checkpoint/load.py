@@ -52,8 +52,9 @@ def from_pretrained(
 
     - `folder`: a Hugging Face style checkpoint, of which each rank reads its slices, or a folder that
       `convert` wrote, of which each rank reads its own sub-folder and verifies the digests
-    - `plan`: as `shard` takes it. None or "auto": what the folder was converted by, or else the shipped
-      plan of the model's type. Another plan than the folder's is an error
+    - `plan`: as `shard` takes it. None: what the folder was converted by, or else the shipped plan of the
+      model's type. "auto": what it was converted by, or else a derived one. Another plan than the folder's
+      is an error
     - `mesh`, `check`, `inputs`: as `shard` takes them
     - `dtype`: what floating-point tensors are cast to; without it each keeps the dtype of its file
     - `strict`: False ignores tensors that the model has not; a missing one is an error all the same

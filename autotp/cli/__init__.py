@@ -1,4 +1,4 @@
-"""The command line: `autotp plan | check | explain | verify | convert | merge | reshard | plans`.
+"""The command line: `autotp plan | check | explain | derive | verify | convert | merge | reshard | plans`.
 
 `python -m autotp` is the same.
 
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from autotp.cli import check, convert, explain, plan, plans, verify
+from autotp.cli import check, convert, derive, explain, plan, plans, verify
 from autotp.cli.console import INTERRUPTED
 
 __all__ = ["app", "main"]
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command("plan")(plan.command)
 app.command("check")(check.command)
 app.command("explain")(explain.command)
+app.command("derive")(derive.command)
 app.command("verify")(verify.command)
 app.command("convert")(convert.convert)
 app.command("merge")(convert.merge)

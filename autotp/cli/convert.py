@@ -51,7 +51,7 @@ def convert(
         typer.Option(
             "--plan",
             metavar="PLAN",
-            help="A plan file or a shipped plan. Default: the shipped plan of the model_type.",
+            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +77,7 @@ def convert(
         written = run(
             source,
             target,
-            plan=plan or "auto",
+            plan=plan,
             tp=tp,
             check=check.value,
             digest=digest.value,

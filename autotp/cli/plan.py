@@ -23,7 +23,7 @@ def command(
         typer.Option(
             "--plan",
             metavar="PLAN",
-            help="A plan file or a shipped plan. Default: the shipped plan of the model_type.",
+            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
             show_default=False,
         ),
     ] = None,

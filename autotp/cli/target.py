@@ -27,6 +27,8 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
     Raises UsageError for a target or a tp that cannot be, CheckpointError for a file that cannot be
     read, PlanError for a plan file with faults.
     """
+    if plan == "auto":
+        return _derive(target, tp)
     if target and Path(target).exists():
         if Path(target).name == "config.json":
             return _prove_config(target, plan, tp)
@@ -34,6 +36,21 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
     if is_factory(target):
         return _prove_factory(target, plan, tp)
     raise no_target(target)
+
+
+def _derive(target: str, tp: int) -> Analysis:
+    """The analysis of the derived plan: a checkpoint's model is built on the meta device, and proven."""
+    from autotp.cli.model import live_model
+    from autotp.dry_run import analyze
+
+    live = live_model(target, "auto")
+    analysis = analyze(live.model, "auto", tp=tp, inputs=live.inputs)
+    if not live.stored or Path(target).name == "config.json":
+        return analysis
+    from autotp.checkpoint.inventory import inventory
+    from autotp.shapes import as_stored
+
+    return as_stored(analysis, inventory(target))
 
 
 def is_factory(target: str) -> bool:
@@ -51,7 +68,7 @@ def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> Plan:
     """The plan that --plan names, or else the shipped one of the config's model_type."""
     from autotp.plan import Plan, plan_for, shipped_plans
 
-    if wanted is not None and wanted != "auto":
+    if wanted is not None:
         return Plan.load(wanted)
     model_type = config.get("model_type")
     found = plan_for(model_type) if isinstance(model_type, str) else None
@@ -62,7 +79,7 @@ def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> Plan:
     example = f", such as {' or '.join(near)}" if near else ""
     raise UsageError(
         f"{why}\n  = help: say --plan with a plan file, or with a shipped plan{example}: "
-        "`autotp plans` lists them"
+        "`autotp plans` lists them\n  = help: or let one be derived from the model: --plan auto"
     )
 
 

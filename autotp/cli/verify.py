@@ -6,7 +6,7 @@ import contextlib
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autotp.cli.model import Live
+    from autotp.plan import Plan
     from autotp.verification import Verification
 
 __all__ = ["LIMIT", "command"]
@@ -59,7 +60,7 @@ def command(
         typer.Option(
             "--plan",
             metavar="PLAN",
-            help="A plan file or a shipped plan. Default: the shipped plan of the model_type.",
+            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
             show_default=False,
         ),
     ] = None,
@@ -127,26 +128,27 @@ def _integrity(folder: Path, source: Path | None, format: Plain) -> int:
 
 def _numbers(target: str, plan: str | None, tp: int, weights: str, dtype: Dtype | None, format: Plain) -> int:
     try:
-        from autotp.cli.model import live_model
+        from autotp.cli.model import live_model, plan_of
 
         live = live_model(target, plan)
+        chosen = plan_of(live, tp)
         from autotp.report.verified import verification_json, verification_text
 
         with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints
             model = _with_weights(live, target, tp, weights) if live.stored else live.model
-            found = _verified(model, live, target, tp, weights, dtype)
+            found = _verified(model, chosen, live.inputs, target, tp, weights, dtype)
     except PlanError as refused:
         return report_findings(refused.diagnostics, Format(format.value))
     if format is Plain.json:
-        write(verification_json(found, target=target, plan=live.plan, tp=tp, weights=weights))
+        write(verification_json(found, target=target, plan=chosen, tp=tp, weights=weights))
     else:
         colour = colourful(sys.stdout)
-        write(verification_text(found, target=target, plan=live.plan, tp=tp, weights=weights, colour=colour))
+        write(verification_text(found, target=target, plan=chosen, tp=tp, weights=weights, colour=colour))
     return FINE if found.ok else FINDINGS
 
 
 def _verified(
-    model: nn.Module, live: Live, target: str, tp: int, weights: str, dtype: Dtype | None
+    model: nn.Module, plan: Plan, inputs: Any, target: str, tp: int, weights: str, dtype: Dtype | None
 ) -> Verification:
     import torch
 
@@ -155,7 +157,7 @@ def _verified(
 
     wanted = None if dtype is None else getattr(torch, dtype.value)
     try:
-        return verify(model, live.plan, tp=tp, inputs=live.inputs, weights=weights, dtype=wanted)
+        return verify(model, plan, tp=tp, inputs=inputs, weights=weights, dtype=wanted)
     except (AutotpError, AssertionError):
         raise
     except Exception as raised:

@@ -91,7 +91,7 @@ class Board:
         return Matches(self.tp, _PLAN, placed, layouts, ())
 
     def extended(self, assignment: Assignment, key: str, rule: Rule) -> dict[str, Rule] | None:
-        """The assignment with one rule more (or another one), and those of tied tensors; None if that cannot be."""
+        """The assignment with a rule added or changed, and those of tied tensors; None if that cannot be."""
         grown = {**assignment, key: rule}
         one = self.placed(key, rule)
         if isinstance(one, Fault):
@@ -110,14 +110,15 @@ class Board:
 
     def _tied(self, name: str, cut: Shard, rule: Rule) -> Rule | None:
         """The rule that cuts a tensor under another of its names alike."""
-        kind, options = self.owner(name).kind, {"sections": rule.sections, "heads": rule.heads}
+        kind, sections, heads = self.owner(name).kind, rule.sections, rule.heads
         if name == self.key(name) or name.rpartition(".")[2] == "bias":
-            return Rule(style="column", dim=cut.dim, **options) if name == self.key(name) else None
+            raw = Rule(style="column", dim=cut.dim, sections=sections, heads=heads)
+            return raw if name == self.key(name) else None
         if kind == "embedding":
             plain = cut.dim == 0 and rule.sections is None and rule.heads is None
             return Rule(style="vocab") if plain else None
         column = cut.dim == (1 if kind == "conv1d" else 0)
-        return Rule(style="column" if column else "row", **options)
+        return Rule(style="column" if column else "row", sections=sections, heads=heads)
 
     def nbytes(self, assignment: Assignment) -> Fraction:
         """The bytes of matrices that an assignment cuts, tied tensors once."""

@@ -8,7 +8,7 @@ layer only looks alike is found when its rules are tried.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 
 from autotp.derive.assignment import Board
 
@@ -30,7 +30,7 @@ class Instances:
     def of(self, keys: Sequence[str]) -> Iterator[dict[str, str]]:
         """For each place, the keys there, by the keys given; the given place comes first."""
         names = [tuple(key.split(".")) for key in keys]
-        shared = len(commonprefix(names)) if len(names) > 1 else len(names[0])  # type: ignore[type-var]
+        shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))))
         places = [i for i in range(shared) if names[0][i].isdigit()]
         yield {key: key for key in keys}
         if not places:

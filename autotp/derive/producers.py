@@ -21,7 +21,7 @@ Layouts = Mapping[fx.Node, list[Layout]]
 
 def shard_at(layouts: Layouts, node: fx.Node) -> Shard | None:
     """The cut of a node's (first) value, if it is one."""
-    found = layouts.get(node, [None])  # type: ignore[list-item]
+    found = layouts.get(node, [None])
     return found[0] if found and isinstance(found[0], Shard) else None
 
 
@@ -55,7 +55,7 @@ def _layer_matrix(node: fx.Node, board: Board) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """A sharded value is a part of a cut tensor's dim: its element i is the tensor's from `start + i·scale` on."""
+    """A sharded value is a part of a cut tensor's dim: its element i is the tensor's start + i·scale."""
 
     name: str
     start: int
@@ -83,7 +83,7 @@ def parts(value: fx.Node, layouts: Layouts, cuts: Mapping[str, Shard]) -> list[P
 
 
 def _before(node: fx.Node, layouts: Layouts) -> Iterator[tuple[fx.Node, int, int]]:
-    """The sharded inputs of an op, where in theirs its result begins, and how many elements of theirs one is."""
+    """The sharded inputs of an op, where in them its result begins, how many of their elements one is."""
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)

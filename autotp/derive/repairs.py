@@ -177,7 +177,7 @@ class _Repair:
         for part in parts(value.node, self.propagation.layouts, self.propagation.cuts):
             key = self.board.key(part.name)
             rule = self.assignment.get(key)
-            if rule is None or rule.style == "row" and rule.dim is None:
+            if rule is None or (rule.style == "row" and rule.dim is None):
                 continue
             tensor = self.board.tensors[part.name]
             size = tensor.shape[self.propagation.cuts[part.name].dim]

@@ -28,8 +28,8 @@ def _head(analysis: Analysis) -> Iterator[str]:
     yield f"# Derived from the graph of {analysis.inventory.name}, {proven} for tp={analysis.tp}:"
     counts = {"forward": 0, "backward": 0}
     for collective in analysis.collectives:
-        counts[collective.phase] = counts.get(collective.phase, 0) + collective.count
-    moves = " and ".join(f"{n} in {phase}" for phase, n in counts.items())
+        counts[collective.direction] += collective.calls
+    moves = " and ".join(f"{n} in {direction}" for direction, n in counts.items())
     yield f"# {analysis.sharded_fraction:.1%} of the bytes of matrices are sharded; collectives: {moves}."
 
 
