@@ -161,6 +161,13 @@ class Wide(models.MLP):
         return self.out(super().forward(x))
 
 
+class NormedOut(Wide):
+    """The large layer goes into a norm over its features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(super().forward(x), (400,))
+
+
 def _weight_norm() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)))
 
@@ -245,6 +252,11 @@ EXAMPLES: dict[str, Example] = {
     "AT390": _live(GOOD, Wide),
     "AT391": _live("rules:\n  fc1: replicate\n", models.MLP),
     "AT392": _live("rules:\n  fc1: column\n  fc2: row\n  out: replicate\n", Wide),
+    "AT393": Example(
+        'autotp.analyze(model, "auto", tp=2)',
+        lambda: autotp.analyze(NormedOut(), "auto", tp=2).diagnostics,
+        "python",
+    ),
     "AT420": Example("# the checkpoint's fc1.weight is [35, 16]\n", _other_weights),
 }
 

@@ -272,6 +272,8 @@ def test_wrong_options_are_named(tmp_path):
     message = refusal(UsageError, convert, source, out, **options | {"tp": 0})
     assert message == "tp is a whole number of at least 1, not 0"
     message = refusal(UsageError, convert, source, out, **options | {"plan": "auto"})
+    assert message == 'plan "auto" is derived from the traced graph, which check="shapes" leaves out'
+    message = refusal(UsageError, convert, source, out, **options | {"plan": None})
     assert message.startswith(f"{source}: no config tells a model_type; give a plan, or one of ")
     assert " bert, " in message
     (source / "config.json").write_text('{"model_type": "nosuch"}')
@@ -430,3 +432,14 @@ def test_a_checkpoint_of_one_file_by_its_name(tmp_path):
     convert(tmp_path / "some.safetensors", tmp_path / "out", plan=FUSED_PLAN, tp=2, check="shapes")
     merge(tmp_path / "out", tmp_path / "back")
     assert tree(tmp_path / "back") == {"some.safetensors": (tmp_path / "some.safetensors").read_bytes()}
+
+
+@pytest.mark.slow
+def test_a_derived_plan_goes_with_the_shards(tmp_path):
+    tensors, config = llama(layers=1)
+    source = write_checkpoint(tmp_path / "in", tensors, config=config)
+    written = convert(source, tmp_path / "out", plan="auto", tp=2)
+    assert written.plan_name == "auto" and written.proof == "layouts"
+    assert {"self_attn.q_proj", "mlp.down_proj"} <= set(written.plan.rules)
+    merge(tmp_path / "out", tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(source)

@@ -341,7 +341,8 @@ def test_no_shipped_plan_is_a_usage_error(here):
         "",
         "error: no plan is shipped for model_type 'lama'\n"
         "  = help: say --plan with a plan file, or with a shipped plan, such as llama: "
-        "`autotp plans` lists them\n",
+        "`autotp plans` lists them\n"
+        "  = help: or let one be derived from the model: --plan auto\n",
     )
 
 
@@ -351,13 +352,9 @@ def test_no_config_is_a_usage_error(here):
         2,
         "",
         "error: no model_type is known\n"
-        "  = help: say --plan with a plan file, or with a shipped plan: `autotp plans` lists them\n",
+        "  = help: say --plan with a plan file, or with a shipped plan: `autotp plans` lists them\n"
+        "  = help: or let one be derived from the model: --plan auto\n",
     )
-
-
-def test_auto_is_the_shipped_plan(here):
-    bert_checkpoint(here / "bert", **TINY_BERT)
-    assert run("plan", "bert", "--tp", 2, "--plan", "auto") == run("plan", "bert", "--tp", 2)
 
 
 @pytest.mark.parametrize("name", ["nosuch", "nosuch.yaml", "mlp"])
@@ -780,7 +777,8 @@ def test_a_plan_that_is_not_shipped():
     "command",
     [
         [],
-        *([name] for name in ["plan", "check", "explain", "verify", "convert", "merge", "reshard", "plans"]),
+        *([name] for name in ["plan", "check", "explain", "derive", "verify", "convert"]),
+        *([name] for name in ["merge", "reshard", "plans"]),
     ],
 )
 def test_every_help_has_an_example(command):

@@ -121,7 +121,7 @@ PARTS = {
     "match": ("match", "claims", "units", "styles", "tied"),
     "the model": ("trace/support", "decide"),
     "the layouts": ("propagate/", "prove", "rewrite/edits/"),
-    "the cost": ("cost",),
+    "the cost": ("cost", "derive/auto"),
     "the checkpoint": ("shapes", "checkpoint/"),
 }
 QUOTING = ("diagnostic.py", "dry_run.py", "explanation.py", "cli/", "report/")  # these only quote codes

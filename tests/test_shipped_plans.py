@@ -144,11 +144,11 @@ def test_every_shipped_plan_has_its_model():
 def test_proven_and_the_same_from_headers(tmp_path, name):
     model = build(name)
     assert model.config.model_type == name
-    proven = autotp.analyze(model, "auto", tp=2)
+    proven = autotp.analyze(model, tp=2)
     assert proven.ok and proven.certainty == "layouts", said(proven)
     assert {"eval", "train"} <= set(proven.modes)
     save(model, tmp_path)
-    headers = autotp.analyze(tmp_path, "auto", tp=2, check="shapes")
+    headers = autotp.analyze(tmp_path, tp=2, check="shapes")
     assert headers.ok, said(headers)
     stored = headers.inventory.tensors()
     assert {n: cut for n, cut in proven.layouts.items() if n in stored} == dict(headers.layouts)

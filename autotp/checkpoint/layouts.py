@@ -44,12 +44,14 @@ def choose_plan(
 
 def _derived(source: Path, config: Mapping[str, Any], tp: int, check: str) -> Plan:
     """The plan that is derived from the graph of the model that the config describes."""
+    if check != "layouts":
+        raise UsageError('plan "auto" is derived from the traced graph, which check="shapes" leaves out')
     from autotp.decide import decide
 
     with _described(source, config) as described:
         from autotp.hf import build
 
-        analysis = decide(build(described), "auto", tp=tp, check=check)
+        analysis = decide(build(described), "auto", tp=tp)
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
     return analysis.plan

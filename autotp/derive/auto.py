@@ -154,7 +154,7 @@ def _left(analysis: Analysis, derived: Derived) -> Iterator[Diagnostic]:
             LEFT_BY_AUTO,
             f'"auto" leaves it whole on every rank: {message}',
             severity="warning",
-            module=name,
+            module=name if len(reasons) > 1 else reasons[0].name,
             source=reasons[0].source,
             notes=(f"{nbytes:,} bytes{many}, {nbytes / total:.1%} of the model",),
         )

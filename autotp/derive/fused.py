@@ -77,4 +77,4 @@ def refined(rule: Rule, size: int, edges: list[int]) -> Rule | None:
         return None
     sizes = [stop - start for start, stop in pairwise([0, *wanted, size])]
     sections = len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
-    return rule.model_copy(update={"sections": sections})
+    return rule.model_copy(update={"sections": sections, "heads": None})  # units are found anew

@@ -49,7 +49,7 @@ def _pattern(key: str, rule: Rule, rules: Mapping[str, Rule], names: list[str]) 
     forms += [[p if i >= keep else n for i, (p, n) in enumerate(zip(parts, numbered, strict=True))]
               for keep in reversed(places)]  # fmt: skip
     for form in (*forms, parts):
-        for length in range(min(LEAST, len(form)), len(form) + 1):
+        for length in (*range(LEAST, len(form) + 1), 1):
             tail = form[-length:]
             if tail[0] == "*" or all(part == "*" or part.isdigit() for part in tail):
                 continue

@@ -29,18 +29,34 @@ from autotp.plan import Rule
 from autotp.propagate.call import Value
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 
-__all__ = ["repairs"]
+__all__ = ["further", "repairs"]
 
 Grown = dict[str, Rule]
 WAYS = 4  # producers of one value that are tried
 BLOCK = 16  # bytes, of which a grouped product takes whole multiples
 
 
-def repairs(outcome: Outcome, assignment: Assignment, board: Board) -> Iterator[Grown]:
-    """The assignments that may not have this outcome's conflict, the likeliest first."""
+def further(outcome: Outcome, assignment: Assignment, board: Board) -> Iterator[Grown]:
+    """The assignments that cut, too, what a clean one has whole and slices where it is read."""
+    for read in outcome.propagation.reads.values() if outcome.propagation is not None else ():
+        tensor = board.tensors.get(read.name)
+        if read.shard is None or tensor is None or tensor.role != "parameter" or len(tensor.shape) < 2:
+            continue
+        options = _options(read.shard, tensor.shape[read.shard.dim])
+        rule = Rule(style="column", dim=read.shard.dim).model_copy(update=options)
+        grown = board.extended(assignment, read.name, rule) if board.key(read.name) == read.name else None
+        if grown is not None:
+            yield grown
+
+
+def repairs(outcome: Outcome, assignment: Assignment, board: Board, known: Assignment) -> Iterator[Grown]:
+    """The assignments that may not have this outcome's conflict, the likeliest first.
+
+    `known` are rules that were found before: where one of their keys is needed its rule is tried first.
+    """
     if outcome.finding is None or outcome.propagation is None:
         return
-    repair = _Repair(outcome.finding, outcome.propagation, assignment, board)
+    repair = _Repair(outcome.finding, outcome.propagation, assignment, board, known)
     for found in repair.steps():
         if found is not None and found != dict(assignment):
             yield found
@@ -48,8 +64,14 @@ def repairs(outcome: Outcome, assignment: Assignment, board: Board) -> Iterator[
 
 class _Repair:
     def __init__(
-        self, finding: Finding, propagation: Propagation, assignment: Assignment, board: Board
+        self,
+        finding: Finding,
+        propagation: Propagation,
+        assignment: Assignment,
+        board: Board,
+        known: Assignment,
     ) -> None:
+        self.known = known
         self.finding, self.propagation, self.assignment, self.board = finding, propagation, assignment, board
         self.node, self.conflict = finding.node, finding.conflict
         self.cut = next((v for v in self.conflict.blame if v.shard is not None), None)
@@ -116,6 +138,8 @@ class _Repair:
             key, kind = self.board.key(name), self.board.owner(name).kind
             if key in self.assignment:
                 continue
+            if key in self.known:
+                yield self._with(key, self.known[key])
             if key != name:
                 if kind != "embedding":
                     yield self._with(key, Rule(style="column"))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autotp.derive.assignment import Assignment, Board
-from autotp.derive.repairs import repairs
+from autotp.derive.repairs import further, repairs
 from autotp.derive.seeds import Seed
 from autotp.derive.trial import Outcome, Trials
 from autotp.plan import Rule
@@ -74,8 +74,9 @@ def search(
             if not best or worth > best:
                 best, found.rules = worth, assignment
             limit = min(limit, tries + AFTER_CLEAN)
+            todo += further(outcome, assignment, board)
             continue
-        steps = list(repairs(outcome, assignment, board))
+        steps = list(repairs(outcome, assignment, board, rules))
         if not steps and found.dead_end is None:
             found.dead_end = outcome
         todo += reversed(steps)

@@ -43,7 +43,7 @@ def _left(derived: Derived) -> Iterator[str]:
         first = reasons[0]
         where = f" ({first.source})" if first.source is not None else ""
         size = sum(reason.nbytes for reason in reasons)
-        text = f"{name} [{size:,} bytes]: {message}{where}"
+        text = f"{name if len(reasons) > 1 else first.name} [{size:,} bytes]: {message}{where}"
         yield from textwrap.wrap(
             text, WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False,
             break_on_hyphens=False,

@@ -1,0 +1,351 @@
+"""Deriving a plan: what is found on a model's graph, whatever the names are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import autotp
+from autotp.derive.derived import derive
+from autotp.match import match
+from autotp.propagate.engine import propagate
+from autotp.trace.inputs import make
+from autotp.trace.inventory import inventory
+from autotp.trace.modes import modes
+from tests import architectures, models
+from tests.test_shipped_plans import MODELS
+
+# What derive cuts beyond a shipped plan: small tables and layers at the ends of a model.
+FEW = ["llama", "bert", "gpt_neox", "mixtral"]
+MORE = [
+    *(
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "phi",
+        "starcoder2",
+        "distilbert",
+        "qwen3_moe",
+        "clip_text_model",
+    ),
+    *("clip_vision_model", "vit", "albert", "roberta", "modernbert", "granite", "cohere", "olmo", "nemotron"),
+]
+
+
+def _shipped(name):
+    kind, sizes = MODELS[name]
+    torch.manual_seed(0)
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**sizes)).eval()
+
+
+def _found(model, tp=2, inputs=None):
+    """What is derived on the eval trace, and that trace."""
+    trace = modes(model, make(model, inputs))[0].capture(model)
+    return derive(inventory(model), [trace], tp=tp), trace
+
+
+def _rules(found):
+    return {key: rule.to_data() for key, rule in found.rules.items()}
+
+
+def _cuts(model, trace, plan, tp=2):
+    """Every tensor's cut once the layouts are propagated."""
+    stock = inventory(model)
+    matches = match(plan, stock, tp)
+    assert all(d.severity != "error" for d in matches.diagnostics)
+    first = dict(stock.aliases)
+    kinds = {t.name: m.kind for m in stock.modules.values() for t in m.tensors.values()}
+    cuts = {first.get(n, n): cut for n, cut in matches.layouts.items()}
+    whole = propagate(trace, matches, cuts, aliases=first, kinds=kinds, reads={}, regions={})
+    assert not whole.findings
+    return whole.cuts
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
+def test_the_cuts_of_the_shipped_plan(name):
+    model = _shipped(name)
+    found, trace = _found(model)
+    shipped = _cuts(model, trace, autotp.Plan.load(name))
+    derived = _cuts(model, trace, found.plan)
+    assert {n: cut for n, cut in derived.items() if n in shipped} == shipped
+    beyond = {n for n in derived if n not in shipped}
+    assert all(re.search("embed|pooler|head|token|position|dense", n) for n in beyond), beyond
+
+
+ROLES = ("v", "gate", "down", "q", "k", "up", "o", "norm")
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, each part under a name that the test chooses."""
+
+    def __init__(self, names=ROLES, width=24, heads=6, kv=3, wide=33):
+        super().__init__()
+        self.heads, self.kv, self.size = heads, kv, width // heads
+        self.named = dict(zip(ROLES, names, strict=True))
+        shapes = {
+            "q": (width, width), "k": (width, kv * self.size), "v": (width, kv * self.size),
+            "o": (width, width), "gate": (width, wide), "up": (width, wide), "down": (wide, width),
+        }  # fmt: skip
+        for role in ROLES:
+            made = nn.LayerNorm(width) if role == "norm" else nn.Linear(*shapes[role])
+            self.add_module(self.named[role], made)
+
+    def part(self, role):
+        return self._modules[self.named[role]]
+
+    def forward(self, x):
+        h = self.part("norm")(x)
+        q, k, v = (self.part(r)(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for r in "qkv")
+        k, v = (t.repeat_interleave(self.heads // self.kv, dim=1) for t in (k, v))
+        x = x + self.part("o")(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.part("down")(F.silu(self.part("gate")(x)) * self.part("up")(x))
+
+
+SAMPLE = torch.zeros(5, 7, 24)
+MEGATRON = {
+    **{role: {"style": "column", "heads": 3} for role in "qkv"},
+    "o": "row",
+    "gate": "column",
+    "up": "column",
+    "down": "row",
+}
+
+
+@pytest.mark.parametrize(
+    "names", [ROLES, tuple("abcdefgh"), ("o", "q", "up", "norm", "down", "k", "gate", "v")]
+)
+def test_names_carry_no_meaning(names):
+    found, _ = _found(Block(names), inputs=SAMPLE)
+    roles = dict(zip(names, ROLES, strict=True))
+    assert {roles[key]: rule for key, rule in _rules(found).items()} == MEGATRON
+
+
+def test_layers_under_different_names_are_alike():
+    """Without a list there is no number to go by: each layer is found by itself."""
+    stack = nn.Sequential()
+    for name in ("first", "then", "last"):
+        stack.add_module(name, Block(tuple(f"{role}_{name}" for role in ROLES)))
+    found, _ = _found(stack, inputs=SAMPLE)
+    assert len(found.rules) == 21
+    assert {key.partition(".")[2].partition("_")[0] for key in found.rules} == {*MEGATRON}
+    numbered, _ = _found(nn.Sequential(*(Block() for _ in range(3))), inputs=SAMPLE)
+    assert set(numbered.plan.rules) == {*MEGATRON}
+    assert numbered.tries < found.tries
+
+
+# -- fused forms, found from the op that cannot take them as they are
+
+
+class Fused(nn.Module):
+    """q, k and v in one layer, taken apart in one of several ways."""
+
+    def __init__(self, form, heads=6, size=4):
+        super().__init__()
+        self.form, self.heads, self.size = form, heads, size
+        self.qkv = nn.Linear(24, 3 * heads * size)
+        self.out = nn.Linear(heads * size, 24)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        qkv, h, d = self.qkv(x), self.heads, self.size
+        if self.form == "chunk":
+            q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.chunk(3, dim=-1))
+        elif self.form == "slices":
+            w = h * d
+            q, k, v = (qkv[..., i * w : (i + 1) * w].unflatten(-1, (-1, d)) for i in range(3))
+        elif self.form == "view":
+            q, k, v = qkv.view(b, s, 3, h, d).unbind(2)
+        elif self.form == "permuted":
+            q, k, v = (t.transpose(1, 2) for t in qkv.view(b, s, 3, h, d).permute(2, 0, 3, 1, 4))
+        else:  # each head has its own q, k and v
+            q, k, v = qkv.view(b, s, h, 3, d).unbind(3)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ("chunk", {"style": "column", "sections": 3}),
+        ("slices", {"style": "column", "sections": 3}),
+        ("view", {"style": "column", "sections": 3}),
+        ("permuted", {"style": "column", "sections": 3}),
+        ("per head", "column"),
+    ],
+)
+def test_fused_qkv(form, wanted):
+    found, _ = _found(Fused(form), inputs=SAMPLE)
+    assert _rules(found) == {"qkv": wanted, "out": "row"}
+
+
+@pytest.mark.parametrize("form", ["chunk", "view", "per head"])
+def test_fused_qkv_with_uneven_heads(form):
+    found, _ = _found(Fused(form, heads=3, size=8), inputs=SAMPLE)
+    rule = found.rules["qkv"]
+    assert (rule.heads, rule.sections) == (3, None if form == "per head" else 3)
+
+
+class Gated(nn.Module):
+    """A gate and an up projection in one layer; `pairs`: column by column."""
+
+    def __init__(self, pairs=False, wide=33):
+        super().__init__()
+        self.pairs = pairs
+        self.both = nn.Linear(24, 2 * wide)
+        self.down = nn.Linear(wide, 24)
+
+    def forward(self, x):
+        both = self.both(x)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.pairs else both.chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_fused_gate():
+    assert _rules(_found(Gated(), inputs=SAMPLE)[0]) == {
+        "both": {"style": "column", "sections": 2},
+        "down": "row",
+    }
+    assert _rules(_found(Gated(pairs=True), inputs=SAMPLE)[0]) == {
+        "both": {"style": "column", "heads": 33},
+        "down": "row",
+    }
+
+
+def test_experts_are_cut_inside_each_expert():
+    found, _ = _found(architectures.build("mixtral"))
+    experts = {k.rpartition(".")[2]: rule.to_data() for k, rule in found.rules.items() if "experts" in k}
+    assert experts == {
+        "gate_up_proj": {"style": "column", "sections": 2, "dim": 1},
+        "down_proj": {"style": "column", "dim": 2},
+    }
+    assert [r.name for r in found.whole] == [f"model.layers.{n}.mlp.gate.weight" for n in (0, 1)]
+    assert all("softmax" in r.message for r in found.whole)  # a router is whole
+
+
+# -- where the obvious guess is wrong
+
+
+class NormedProjection(Block):
+    """A norm over the whole query projection: cutting it would change its statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm = nn.LayerNorm(24)
+
+    def forward(self, x):
+        h = self.part("norm")(x)
+        q = self.q_norm(self.part("q")(h))
+        q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, self.k(h), self.v(h)))
+        k, v = (t.repeat_interleave(self.heads // self.kv, dim=1) for t in (k, v))
+        x = x + self.part("o")(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.part("down")(F.silu(self.part("gate")(x)) * self.part("up")(x))
+
+
+def test_what_cannot_be_cut_stays_whole_with_its_reason():
+    analysis = autotp.analyze(NormedProjection(), "auto", tp=2, inputs=SAMPLE)
+    assert analysis.ok
+    assert set(analysis.plan.rules) == {"gate", "up", "down"}
+    told = {d.module: d for d in analysis.diagnostics if d.code == "AT393"}
+    assert {*told} == {f"{role}.weight" for role in "qkvo"}
+    assert "layer_norm over dim 2, which is sharded" in told["q.weight"].message
+    assert told["q.weight"].source is not None and "test_derive" in told["q.weight"].source.file
+
+
+def test_the_proof_has_the_last_word():
+    """What propagates but is refused by a rank's own trace is left out, the rest stays."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(24, 33), nn.Linear(33, 24)
+
+        def forward(self, x):
+            h = self.fc1(x).relu()
+            return self.fc2(h * h.shape[-1] ** -0.5)
+
+    analysis = autotp.analyze(nn.Sequential(Mean(), Block()), "auto", tp=2, inputs=SAMPLE)
+    assert analysis.ok and analysis.certainty == "layouts"
+    assert {key for key in analysis.layouts if key.startswith("0.")} == set()
+    assert len({key.rpartition(".")[0] for key in analysis.layouts}) == 7
+    told = [d for d in analysis.diagnostics if d.code == "AT393"]
+    assert {d.module for d in told} == {"*.fc1.weight", "*.fc2.weight"}
+    assert all("its part of the whole needs" in d.message for d in told)
+
+
+def test_nothing_to_shard_is_an_error():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
+    with pytest.raises(autotp.PlanError) as refused:
+        autotp.verify(model, "auto", tp=2, inputs=torch.zeros(3, 8))
+    (told,) = refused.value.diagnostics
+    assert told.code == "AT391"
+    assert told.message == '"auto" found nothing to shard: every rank would hold the whole model'
+    assert any(note.startswith("*.weight: layer_norm over dim 1, which is sharded") for note in told.notes)
+    with pytest.raises(autotp.UsageError, match="the model has no matrix that could be sharded"):
+        autotp.analyze(nn.LayerNorm(8), "auto", tp=2, inputs=torch.zeros(3, 8))
+
+
+def test_auto_needs_the_graph():
+    with pytest.raises(autotp.UsageError, match='which check="shapes" leaves out'):
+        autotp.analyze(models.MLP(), "auto", tp=2, check="shapes")
+
+
+# -- tied tensors
+
+
+class TiedHead(nn.Module):
+    def __init__(self, vocabulary=99):
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, 24)
+        self.block = Block()
+        self.head = nn.Linear(24, vocabulary, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.block(self.table(ids)))
+
+
+def test_a_tied_head():
+    analysis = autotp.analyze(TiedHead(), "auto", tp=2, inputs=torch.zeros(5, 7, dtype=torch.long))
+    assert analysis.ok and analysis.sharded_fraction == 1.0
+    rules = {key: rule.to_data() for key, rule in analysis.plan.rules.items()}
+    assert rules["table"] == "vocab" and rules["head"] == {"style": "column", "gather_output": True}
+
+
+def test_functional_weights():
+    """A layer's weight that is used outside of its forward is cut as a tensor, with the bias beside it."""
+    found, _ = _found(models.Functional(), inputs=torch.zeros(5, 7, 16))
+    assert _rules(found) == {
+        "fc2": "row",
+        "fc1.weight": {"style": "column", "dim": 0},
+        "fc1.bias": {"style": "column", "dim": 0},
+    }
+    assert autotp.verify(models.Functional(), "auto", tp=2, inputs=torch.randn(5, 7, 16)).ok
+
+
+# -- numbers
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_it_is_exact(tp):
+    model = models.randomised(nn.Sequential(Block(), Block(kv=6)))
+    result = autotp.verify(model, "auto", tp=tp, inputs=torch.randn(2, 5, 24, dtype=torch.float64))
+    assert result.ok and result.tolerance <= 1e-9
+
+
+def test_the_same_on_every_rank():
+    plans = {autotp.analyze(Block(), "auto", tp=2, inputs=SAMPLE).plan.dumps() for _ in range(2)}
+    assert len(plans) == 1
+    (text,) = plans
+    assert autotp.Plan.loads(text).dumps() == text
+
+
+def test_one_rank_takes_the_plan_for_two():
+    analysis = autotp.analyze(Block(), "auto", tp=1, inputs=SAMPLE)
+    assert analysis.ok and len(analysis.plan.rules) == 7
