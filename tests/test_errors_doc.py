@@ -122,7 +122,6 @@ PARTS = {
     "the model": ("trace/support", "decide"),
     "the layouts": ("propagate/", "prove", "rewrite/edits/"),
     "the cost": ("cost", "derive/auto"),
-    "the cost": ("cost", "derive/auto"),
     "the checkpoint": ("shapes", "checkpoint/"),
 }
 QUOTING = ("diagnostic.py", "dry_run.py", "explanation.py", "cli/", "report/")  # these only quote codes
