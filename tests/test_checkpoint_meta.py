@@ -156,7 +156,8 @@ def edit(path, change):
         ),
         (
             lambda at: edit(at / "consolidated.01.pth", lambda shard: shard["norm.weight"].add_(1)),
-            "{at}: tensor 'norm.weight' is not the same in every file",
+            "{at}/consolidated.01.pth: tensor 'norm.weight' differs from that of consolidated.00.pth: "
+            "largest difference 1",
         ),
         (
             lambda at: [
@@ -171,6 +172,13 @@ def edit(path, change):
                 lambda s: s.update({"output.weight": torch.zeros(16, 47).double()}),
             ),
             "{at}: tensor 'output.weight': parts of [16, 48], [16, 47] do not fit together",
+        ),
+        (
+            lambda at: edit(
+                at / "consolidated.01.pth", lambda s: s.update({"output.weight": torch.zeros(16, 48)})
+            ),
+            "{at}: tensor 'output.weight': parts of torch.float64 [16, 48], torch.float32 [16, 48] do not "
+            "fit together",
         ),
     ],
 )

@@ -10,18 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotp.checkpoint.folder import MANIFEST, open_folder
+from autotp.checkpoint.folder import MANIFEST, open_folder, read_config
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import choose_plan, decide_layouts
 from autotp.checkpoint.manifest import Manifest
 from autotp.checkpoint.output import rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
-from autotp.diagnostic import CheckpointError
+from autotp.diagnostic import CheckpointError, UsageError
 from autotp.plan import Plan
 
 if TYPE_CHECKING:
     from autotp.checkpoint.meta import Meta
+    from autotp.checkpoint.perrank import PerRank
     from autotp.checkpoint.pickled import Pickled
 
 __all__ = ["convert"]
@@ -36,6 +37,7 @@ def convert(
     check: Literal["layouts", "shapes"] = "layouts",
     digest: Literal["xxh3", "sha256", "none"] = "xxh3",
     ranks: Sequence[int] | None = None,
+    biases: Literal["equal", "summed"] = "equal",
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Written:
@@ -43,7 +45,8 @@ def convert(
 
     - `source`: a folder (one file or an index), or one .safetensors file; read once, in file order. A
       pytorch_model.bin, or Meta's consolidated.NN.pth with params.json (these import torch), is read as
-      plain tensors and merges into .safetensors
+      plain tensors and merges into .safetensors; and so are the files of each rank that Megatron-LM,
+      DeepSpeed and others write (`mp_rank_00`, …), by a plan for the names in them
     - `target`: absent or an empty folder; it appears whole or not at all. A run that was killed goes on
       where it stopped when it is started again
     - `plan`: a plan, a file or a name; None: the shipped plan of config.json's model_type; "auto": one that
@@ -52,6 +55,8 @@ def convert(
       "shapes" matches names and shapes alone, and the manifest says `proof: none`
     - `digest`: of the bytes of each tensor, which `merge` verifies
     - `ranks`: only these are written (a machine needs the folders of its own ranks); the manifest tells all
+    - `biases`: of row layers in other trainers' files of each rank: "equal", or "summed" when each rank has a
+      part of the sum
     - `progress`: called with (bytes done, bytes in all, file name)
     - `dry_run`: everything but the writing
 
@@ -69,7 +74,7 @@ def convert(
     check_target(target)
     if (source / MANIFEST).exists():
         raise CheckpointError(f"{source}: is converted already; `merge` it first")
-    other = _other_format(source)
+    other = _other_format(source, plan, biases)
     folder = open_folder(source) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
     chosen, name = choose_plan(plan, folder.config, source, tp=tp, check=check)
@@ -95,14 +100,25 @@ def convert(
     return written
 
 
-def _other_format(source: Path) -> Pickled | Meta | None:
-    """The checkpoint as torch.save or Meta wrote it, if it is one of theirs; these need torch."""
+def _other_format(source: Path, plan: Any, biases: Any) -> Pickled | Meta | PerRank | None:
+    """The checkpoint as torch.save, Meta or other trainers wrote it, if it is one of theirs; needs torch."""
+    if biases not in ("equal", "summed"):
+        raise UsageError(f"biases are 'equal' or 'summed', not {biases!r}")
+    found: Pickled | Meta | PerRank | None = None
     if source.suffix in (".bin", ".pt", ".pth") or any(source.glob("pytorch_model.bin*")):
         from autotp.checkpoint import pickled
 
-        return pickled.Pickled(source) if pickled.holds_pickles(source) else None
-    if any(source.glob("consolidated.*.pth")):
+        found = pickled.Pickled(source) if pickled.holds_pickles(source) else None
+    elif any(source.glob("consolidated.*.pth")):
         from autotp.checkpoint import meta
 
-        return meta.Meta(source) if meta.holds_meta(source) else None
-    return None
+        found = meta.Meta(source) if meta.holds_meta(source) else None
+    elif any(source.glob("*rank*")) and not any(source.glob("model.safetensors*")):
+        from autotp.checkpoint import perrank, rankfiles
+
+        if rankfiles.holds_rank_files(source):
+            chosen, _ = choose_plan(plan, read_config(source), source)
+            return perrank.PerRank(source, chosen, biases=biases)
+    if biases != "equal":
+        raise UsageError(f"{source}: holds no files of other trainers' ranks, whose biases could be summed")
+    return found

@@ -15,7 +15,7 @@ from autotp.diagnostic import CheckpointError
 from autotp.header import Entry
 from autotp.placement import Shard
 
-__all__ = ["DTYPES", "NAMES", "Slots", "Stored", "check_complete", "misfits", "slots_of"]
+__all__ = ["DTYPES", "NAMES", "Slots", "Stored", "check_complete", "misfits", "same_bits", "slots_of"]
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -46,6 +46,14 @@ class Stored:
     digest: str = ""
     kind: str = "none"
     tensor: torch.Tensor | None = None
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same bit for bit; NaN equals itself, and 0 is not -0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*bits)
 
 
 def slots_of(model: nn.Module) -> Slots:

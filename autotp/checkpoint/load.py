@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autotp.checkpoint.digest import new_digest
-from autotp.checkpoint.fit import DTYPES, Stored, misfits, slots_of
+from autotp.checkpoint.fit import DTYPES, Stored, misfits, same_bits, slots_of
 from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.manifest import Manifest, load_manifest
 from autotp.checkpoint.names import resolve
@@ -176,7 +176,7 @@ def _fill(
             layout = memory.layouts.get(first)
             tensor = loader.read(stored[found[first]], layout, stack)
             for other in others:
-                if found[other] != found[first] and not _equal(
+                if found[other] != found[first] and not same_bits(
                     tensor, loader.read(stored[found[other]], layout, stack)
                 ):
                     raise CheckpointError(
@@ -231,11 +231,6 @@ class _Loader:
                 f"{stored.path}: tensor {stored.entry.name!r} of rank {self.group.rank} is damaged: its "
                 f"bytes have not the digest that {MANIFEST} tells"
             )
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _put(model: nn.Module, names: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> None:

@@ -11,20 +11,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from autotp.checkpoint.digest import digest_of
-from autotp.checkpoint.fit import NAMES
-from autotp.checkpoint.folder import SINGLE, Folder, read_text, regular_file
-from autotp.checkpoint.manifest import Digests
-from autotp.checkpoint.pickled import in_memory, load_tensors
-from autotp.checkpoint.read import Memory
+from autotp.checkpoint.folder import Folder, read_text, regular_file
+from autotp.checkpoint.joined import Joined, as_single, check_equal
+from autotp.checkpoint.pickled import load_tensors
 from autotp.diagnostic import CheckpointError
-from autotp.header import Entry, Header, encode_header, parse_header, parse_json
+from autotp.header import parse_json
 
 __all__ = ["Meta", "holds_meta"]
 
@@ -54,19 +50,18 @@ def holds_meta(path: Path) -> bool:
     return path.is_dir() and any(PARTS.fullmatch(entry.name) for entry in path.iterdir())
 
 
-class Meta:
+class Meta(Joined):
     """A `Supply` (supply.py) of Meta's checkpoint; `folder` shows it as one of transformers' style.
 
     Raises CheckpointError for parts that are missing, that do not fit together or params.json, and for
     tensors that a Llama has not.
     """
 
-    watched = frozenset[str]()
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.parts = _parts(path)
         params = regular_file(path, "params.json")
+        self.others = (params,)
         self.params = parse_json(read_text(params), params, "content")
         tensors = [load_tensors(part) for part in self.parts]
         self.heads = self._number("n_heads")
@@ -78,10 +73,8 @@ class Meta:
         described = {}
         for name, (new, _) in self.places.items():
             whole = self._whole(name, [part[name].to("meta") for part in tensors])
-            described[new] = (NAMES[whole.dtype], tuple(whole.shape), whole.numel() * whole.element_size())
-        raw, _ = encode_header(described, {"format": "pt", "rope": ROPE})
-        size = len(raw) + sum(nbytes for _, _, nbytes in described.values())
-        file = parse_header(raw, size=size, path=path / SINGLE)
+            described[new] = (whole.dtype, whole.shape)
+        file = as_single(path, described, {"format": "pt", "rope": ROPE})
         for needed in ("model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"):
             if needed not in described:
                 _refuse(path, f"no file holds what becomes {needed!r}")
@@ -89,29 +82,11 @@ class Meta:
         self.config |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
         self.folder = Folder(path, (file,), self.config)
 
-    def identity(self) -> list[list[Any]]:
-        """See Supply."""
-        known = [(file.name, file.stat()) for file in (*self.parts, self.path / "params.json")]
-        sizes = [[name, status.st_size, status.st_mtime_ns, ""] for name, status in known]
-        return [*sizes, [SINGLE, 0, 0, digest_of(self.folder.files[0].raw, "xxh3")]]
-
-    def open(self, file: Header, stack: ExitStack) -> Callable[[Entry], Memory]:
-        """See Supply; one whole tensor is in memory at a time."""
+    def load(self) -> Callable[[str], torch.Tensor]:
+        """See Joined."""
         tensors = [load_tensors(part) for part in self.parts]
         old = {new: name for name, (new, _) in self.places.items()}
-        return lambda entry: in_memory(
-            self._converted(old[entry.name], [part[old[entry.name]] for part in tensors])
-        )
-
-    def check(self, file: Header) -> None:
-        """The files stay mapped while they are read."""
-
-    def check_digests(self, file: Header, digests: Mapping[str, Digests]) -> None:
-        """There is nothing to compare with."""
-
-    def differs(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
-        """See Supply."""
-        raise AssertionError("the parts are put together before they are carried")
+        return lambda new: self._converted(old[new], [part[old[new]] for part in tensors])
 
     def companions(self) -> Mapping[str, Path | bytes]:
         """config.json, as it was made."""
@@ -143,9 +118,13 @@ class Meta:
         if dim is None:
             return parts[0]
         try:
+            if len({part.dtype for part in parts}) > 1:
+                raise RuntimeError("torch.cat would make one dtype of them")
             whole = torch.cat(list(parts), dim)
         except RuntimeError as error:
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            shapes = ", ".join(f"{list(part.shape)}" for part in parts)
+            if len({part.dtype for part in parts}) > 1:
+                shapes = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
             raise CheckpointError(
                 f"{self.path}: tensor {name!r}: parts of {shapes} do not fit together"
             ) from error
@@ -162,8 +141,8 @@ class Meta:
     def _converted(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The parts of a tensor put together, in the order of transformers."""
         new, dim = self.places[name]
-        if dim is None and any(not torch.equal(part, parts[0]) for part in parts[1:]):
-            _refuse(self.path, f"tensor {name!r} is not the same in every file")
+        if dim is None:
+            check_equal(name, parts, self.parts)
         heads = self._rotary_heads(new)
         whole = self._whole(name, parts)
         return _half_split(whole, heads) if heads else whole

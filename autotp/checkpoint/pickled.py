@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from autotp.checkpoint.supply import Ties
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, encode_header, parse_header
 
-__all__ = ["Pickled", "holds_pickles", "in_memory", "load_tensors"]
+__all__ = ["Pickled", "check_plain", "holds_pickles", "in_memory", "load_pickle", "load_tensors"]
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
@@ -134,30 +134,41 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     A state_dict may stand in a dict of its own, under "state_dict", "model" or "module". Raises
     CheckpointError for anything but plain tensors: nothing that a file asks to run is run.
     """
-    try:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be mapped
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{path}: is not a file of plain tensors, and nothing else in it is run ({reason})\n"
-            "  = help: if you trust it, torch.load(..., weights_only=False) it and save its state_dict"
-        ) from error
+    found = load_pickle(path)
     for key in NESTED:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found:
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, not a state_dict of tensors")
     for name, tensor in found.items():
-        plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dtype in NAMES
-        if not isinstance(name, str) or not plain or tensor.is_quantized:
-            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise CheckpointError(f"{path}: {name!r} is {kind}, not a plain tensor under a name")
-        if math.prod(tensor.shape) > 8 * max(1, tensor.untyped_storage().nbytes()):
-            raise CheckpointError(f"{path}: {name!r} of shape {list(tensor.shape)} is larger than its data")
+        check_plain(path, name, tensor)
     return dict(found)
+
+
+def load_pickle(path: Path, harmless: Sequence[Any] = ()) -> Any:
+    """What torch.save wrote, if it is of tensors, containers and the `harmless` classes alone."""
+    try:
+        with torch.serialization.safe_globals(list(harmless)):
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format before torch 1.6 cannot be mapped
+                return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path}: is not a file of plain tensors, and nothing else in it is run ({reason})\n"
+            "  = help: if you trust it, torch.load(..., weights_only=False) it and save its state_dict"
+        ) from error
+
+
+def check_plain(path: Path, name: object, tensor: object) -> None:
+    """Raise CheckpointError for anything but a strided tensor with its data, under a name."""
+    plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dtype in NAMES
+    if not isinstance(name, str) or not plain or not isinstance(tensor, torch.Tensor) or tensor.is_quantized:
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise CheckpointError(f"{path}: {name!r} is {kind}, not a plain tensor under a name")
+    if math.prod(tensor.shape) > 8 * max(1, tensor.untyped_storage().nbytes()):
+        raise CheckpointError(f"{path}: {name!r} of shape {list(tensor.shape)} is larger than its data")
 
 
 def _as_header(path: Path, tensors: Mapping[str, torch.Tensor]) -> Header:

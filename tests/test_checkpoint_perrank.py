@@ -1,0 +1,328 @@
+"""Files that other trainers write for each rank: put together by a plan, cut again for any tp."""
+
+import argparse
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from autotp.checkpoint import convert, merge
+from autotp.diagnostic import CheckpointError, PlanError, UsageError
+from tests.checkpoints import tree
+
+VOCABULARY, PADDED, WIDTH, HEADS, INNER = 99, 128, 24, 4, 40
+PLAN = {
+    "word_embeddings": "vocab",
+    "query_key_value": {"style": "column", "heads": HEADS},  # by head: q, k and v of each stand together
+    "dense": {"style": "row", "heads": HEADS},
+    "dense_h_to_4h": {"style": "column", "sections": [INNER, INNER]},  # gate|up
+    "dense_4h_to_h": "row",
+    "output_layer": "column",
+}
+
+
+def whole_model(seed=0):
+    """A Megatron-like model of one layer, its vocabulary not padded."""
+    torch.manual_seed(seed)
+    shapes = {
+        "embedding.word_embeddings.weight": (VOCABULARY, WIDTH),
+        "encoder.layers.0.attention.query_key_value.weight": (3 * WIDTH, WIDTH),
+        "encoder.layers.0.attention.query_key_value.bias": (3 * WIDTH,),
+        "encoder.layers.0.attention.dense.weight": (WIDTH, WIDTH),
+        "encoder.layers.0.attention.dense.bias": (WIDTH,),
+        "encoder.layers.0.mlp.dense_h_to_4h.weight": (2 * INNER, WIDTH),
+        "encoder.layers.0.mlp.dense_4h_to_h.weight": (WIDTH, INNER),
+        "encoder.layers.0.mlp.dense_4h_to_h.bias": (WIDTH,),
+        "encoder.norm.weight": (WIDTH,),
+        "output_layer.weight": (VOCABULARY, WIDTH),
+    }
+    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def parts_of(model, tp, *, padded=PADDED):
+    """Each rank's tensors, cut by hand as Megatron does."""
+    ranks = [{} for _ in range(tp)]
+    for name, tensor in model.items():
+        if tensor.shape[0] == VOCABULARY and padded:
+            tensor = torch.cat([tensor, torch.randn(padded - VOCABULARY, WIDTH).double()])
+        dim = 1 if name.endswith(("dense.weight", "4h_to_h.weight")) else 0
+        if "h_to_4h" in name:
+            gate, up = (half.chunk(tp) for half in tensor.chunk(2))
+            pieces = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+        elif "norm" in name or name.endswith(("dense.bias", "4h_to_h.bias")):
+            pieces = [tensor] * tp
+        else:
+            pieces = tensor.chunk(tp, dim)
+        for rank, piece in zip(ranks, pieces, strict=True):
+            rank[name] = piece.clone()
+    return ranks
+
+
+def nested(tensors):
+    table = {}
+    for name, tensor in tensors.items():
+        at, (first, rest) = table, name.split(".", 1)
+        at.setdefault(first, {})[rest] = tensor
+    return table
+
+
+def megatron(folder, ranks):
+    for rank, tensors in enumerate(ranks):
+        home = folder / f"mp_rank_{rank:02}"
+        home.mkdir(parents=True)
+        rng = [{"np_rng_state": ("MT19937", np.arange(4, dtype=np.uint32), 1, 0, 0.0)}]
+        state = {"args": argparse.Namespace(lr=1.0), "iteration": 7, "rng_state": rng}
+        state["model"] = {"language_model": nested(tensors) | {"_extra_state": None}}
+        torch.save(state, home / "model_optim_rng.pt")
+
+
+def deepspeed(folder, ranks):
+    folder.mkdir(parents=True)
+    for rank, tensors in enumerate(ranks):
+        torch.save({"module": tensors, "ds_version": "0.1"}, folder / f"mp_rank_{rank:02}_model_states.pt")
+        torch.save({"optimizer_state_dict": {}}, folder / f"zero_pp_rank_0_mp_rank_{rank:02}_optim_states.pt")
+    (folder / "latest").write_text("global_step7")
+
+
+def plain(folder, ranks):
+    order = list(enumerate(ranks))
+    random.Random(0).shuffle(order)
+    for rank, tensors in order:
+        (folder / f"rank_{rank}").mkdir(parents=True)
+        save_file(tensors, folder / f"rank_{rank}" / "model.safetensors")
+
+
+def config(folder, **entries):
+    (folder / "config.json").write_text(json.dumps(entries))
+
+
+def there_and_back(at, tp, **options):
+    """Convert for `tp` ranks and merge: the whole tensors."""
+    convert(at / "in", at / "out", plan=PLAN, tp=tp, check="shapes", **options)
+    merge(at / "out", at / "back")
+    return load_file(at / "back" / "model.safetensors")
+
+
+def assert_equal(found, expected, prefix=""):
+    assert set(found) == {prefix + name for name in expected}
+    for name, tensor in expected.items():
+        assert torch.equal(found[prefix + name], tensor), name
+
+
+@pytest.mark.parametrize("write", [megatron, deepspeed, plain])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 3)])
+def test_whole_again_at_any_number_of_ranks(tmp_path, write, before, after):
+    model = whole_model()
+    write(tmp_path / "in", parts_of(model, before))
+    config(tmp_path / "in", vocab_size=VOCABULARY)
+    found = there_and_back(tmp_path, after)
+    assert_equal(found, model, "language_model." if write is megatron else "")
+    again = {name for name in tree(tmp_path / "back") if not name.endswith(".safetensors")}
+    assert again == {"config.json"} | ({"latest"} if write is deepspeed else set())
+
+
+def test_padding_is_removed_where_the_config_tells_the_size_and_recorded(tmp_path):
+    from autotp.header import read_header
+
+    model = whole_model()
+    plain(tmp_path / "in", parts_of(model, 2))
+    assert there_and_back(tmp_path, 2)["output_layer.weight"].shape == (PADDED, WIDTH)
+    config(tmp_path / "in", vocab_size=VOCABULARY)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "in").rename(tmp_path / "again" / "in")
+    assert_equal(there_and_back(tmp_path / "again", 4), model)
+    assert read_header(tmp_path / "again" / "back" / "model.safetensors").metadata == {
+        "format": "pt",
+        "merged": "from the files of 2 ranks",
+        "padding": "removed: embedding.word_embeddings.weight had 128 rows, output_layer.weight had 128 rows",
+    }
+
+
+def test_biases_of_row_layers_whole_or_parts_of_a_sum(tmp_path):
+    """E1: the convention is said, and told in the metadata; copies that differ are an error."""
+    from autotp.header import read_header
+
+    model, ranks = whole_model(), parts_of(whole_model(), 2, padded=0)
+    biases = [name for name in model if name.endswith(("dense.bias", "4h_to_h.bias"))]
+    for name in biases:
+        ranks[0][name], ranks[1][name] = model[name] - 0.25, torch.full((WIDTH,), 0.25).double()
+    plain(tmp_path / "in", ranks)
+    with pytest.raises(CheckpointError) as raised:
+        there_and_back(tmp_path, 2)
+    apart = float((ranks[1][biases[0]] - ranks[0][biases[0]]).abs().max())
+    assert str(raised.value) == (
+        f"{tmp_path / 'in'}/rank_1/model.safetensors: tensor {biases[0]!r} differs from that of "
+        f"rank_0/model.safetensors: largest difference {apart:g}; if it is a part of a sum, say "
+        'biases="summed"'
+    )
+    assert not (tmp_path / "out").exists()
+    first = there_and_back(tmp_path, 2, biases="summed")
+    for name in model:
+        torch.testing.assert_close(first[name], model[name], atol=1e-15 if name in biases else 0, rtol=0)
+    told = read_header(tmp_path / "back" / "model.safetensors").metadata["biases"]
+    assert told == f"sums of 2 parts: {', '.join(sorted(biases))}"
+    (tmp_path / "again").mkdir()
+    (tmp_path / "back").rename(tmp_path / "again" / "in")
+    assert_equal(there_and_back(tmp_path / "again", 1), first)  # 2 -> 1 -> 2, bit for bit
+
+
+def test_summed_is_for_files_of_ranks(tmp_path):
+    save_file(whole_model(), tmp_path / "model.safetensors")
+    with pytest.raises(
+        UsageError, match=r"holds no files of other trainers' ranks, whose biases could be summed$"
+    ):
+        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes", biases="summed")
+    with pytest.raises(UsageError, match=r"^biases are 'equal' or 'summed', not 'x'$"):
+        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes", biases="x")
+
+
+@pytest.mark.parametrize("name", ["rank_{}", "rank{}", "mp_rank_{:02}"])
+def test_a_hundred_and_two_ranks_are_counted_as_numbers(tmp_path, name):
+    """E4: no sorting of text, however many digits; a gap and a rank twice are named."""
+    whole = torch.arange(102 * 3).double().reshape(102, 3)
+    for rank in random.Random(1).sample(range(102), 102):
+        (tmp_path / "in" / name.format(rank)).mkdir(parents=True)
+        save_file(
+            {"up.weight": whole[rank : rank + 1].clone()},
+            tmp_path / "in" / name.format(rank) / "x.safetensors",
+        )
+
+    def run(target):
+        convert(tmp_path / "in", tmp_path / target, plan={"up": "column"}, tp=2, check="shapes")
+
+    run("out")
+    merge(tmp_path / "out", tmp_path / "back")
+    assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["up.weight"], whole)
+    (tmp_path / "in" / name.format(5)).rename(tmp_path / "aside")
+    with pytest.raises(CheckpointError, match=r"in: ranks are missing: 5$"):
+        run("again")
+    (tmp_path / "aside").rename(tmp_path / "in" / "tp_rank_0005")
+    run("again")
+    (tmp_path / "in" / "rank-5").mkdir()
+    with pytest.raises(CheckpointError, match=r"in: rank-5 and tp_rank_0005 are the same rank$"):
+        run("third")
+
+
+def edit(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+QKV = "encoder.layers.0.attention.query_key_value.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop("encoder.norm.weight"),
+            "tensor 'encoder.norm.weight' is not both in it and in rank 0's file",
+        ),
+        (
+            lambda t: t.update({QKV: t[QKV][:, :-1].clone()}),
+            f"tensor {QKV!r} is torch.float64 [36, 23], and torch.float64 [36, 24] in rank 0's file: they do "
+            "not fit together",
+        ),
+        (
+            lambda t: t.update({QKV: t[QKV].float()}),
+            f"tensor {QKV!r} is torch.float32 [36, 24], and torch.float64 [36, 24] in rank 0's file: they do "
+            "not fit together",
+        ),
+        (
+            lambda t: t["encoder.norm.weight"].add_(0.5),
+            "tensor 'encoder.norm.weight' differs from that of rank_0/model.safetensors: largest "
+            "difference 0.5",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_together(tmp_path, change, message):
+    plain(tmp_path / "in", parts_of(whole_model(), 2))
+    edit(tmp_path / "in" / "rank_1" / "model.safetensors", change)
+    with pytest.raises(CheckpointError) as raised:
+        there_and_back(tmp_path, 2)
+    assert str(raised.value) == f"{tmp_path / 'in'}/rank_1/model.safetensors: {message}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_other_names_is_refused(tmp_path):
+    plain(tmp_path / "in", parts_of(whole_model(), 2))
+    with pytest.raises(PlanError, match="AT201"):
+        convert(tmp_path / "in", tmp_path / "out", plan=PLAN | {"nothing": "row"}, tp=2, check="shapes")
+
+
+def test_a_cut_that_the_plan_does_not_tell_is_found(tmp_path):
+    plain(tmp_path / "in", parts_of(whole_model(), 2))
+    plan = {pattern: rule for pattern, rule in PLAN.items() if pattern != "dense_4h_to_h"}
+    with pytest.raises(CheckpointError, match=r"tensor '.*4h_to_h.weight' differs from that of rank_0"):
+        convert(tmp_path / "in", tmp_path / "out", plan=plan, tp=2, check="shapes")
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def cyclic(tensors):
+    table = {"a": tensors[QKV]}
+    table["model"] = table
+    return table
+
+
+def deep(tensors):
+    table = dict(tensors)
+    for _ in range(30):
+        table = {"x": table}
+    return table
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (cyclic, "is nested too deeply"),
+        (deep, "is nested too deeply"),
+        (lambda t: {"module": None}, "holds no weights, by themselves or under model, module or state_dict"),
+        (lambda t: {"module": {"a": 1, "b": t[QKV]}}, "'a' is int, not a plain tensor under a name"),
+        (
+            lambda t: {"module": {"b": t[QKV].to_sparse()}},
+            "'b' is torch.float64, not a plain tensor under a name",
+        ),
+    ],
+)
+def test_what_is_no_state_is_named(tmp_path, make, message):
+    torch.save(make(whole_model()), tmp_path / "rank_0.pt")
+    with pytest.raises(CheckpointError) as raised:
+        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+    assert str(raised.value) == f"{tmp_path}/rank_0.pt: {message}"
+
+
+def test_code_is_never_run(tmp_path):
+    torch.save(
+        {"module": whole_model(), "x": Touch(str(tmp_path / "touched"))},
+        tmp_path / "mp_rank_00_model_states.pt",
+    )
+    with pytest.raises(CheckpointError, match="nothing else in it is run"):
+        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_pipeline_stages_are_not_taken_for_ranks(tmp_path):
+    megatron(tmp_path / "in", parts_of(whole_model(), 1))
+    (tmp_path / "in" / "mp_rank_00_000").mkdir()
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_000 is one of several pipeline stages"):
+        there_and_back(tmp_path, 2)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    plain(tmp_path / "in", parts_of(whole_model(), 2))
+    outside = tmp_path / "outside"
+    (tmp_path / "in" / "rank_1").rename(outside)
+    (tmp_path / "in" / "rank_1").symlink_to(outside)
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        there_and_back(tmp_path, 2)
