@@ -254,6 +254,16 @@ def test_a_plan_for_other_names_is_refused(tmp_path):
         convert(tmp_path / "in", tmp_path / "out", plan=PLAN | {"nothing": "row"}, tp=2, check="shapes")
 
 
+def test_without_a_plan_it_is_not_known_how_they_were_cut(tmp_path):
+    plain(tmp_path / "in", parts_of(whole_model(), 2))
+    with pytest.raises(UsageError) as raised:
+        convert(tmp_path / "in", tmp_path / "out", tp=2, check="shapes")
+    assert str(raised.value) == (
+        f"{tmp_path / 'in'}: holds the files of other trainers' ranks; give a plan, with patterns for the "
+        "names in them, that says how they were cut"
+    )
+
+
 def test_a_cut_that_the_plan_does_not_tell_is_found(tmp_path):
     plain(tmp_path / "in", parts_of(whole_model(), 2))
     plan = {pattern: rule for pattern, rule in PLAN.items() if pattern != "dense_4h_to_h"}

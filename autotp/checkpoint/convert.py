@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotp.checkpoint.folder import MANIFEST, open_folder, read_config
+from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import choose_plan, decide_layouts
 from autotp.checkpoint.manifest import Manifest
@@ -18,7 +18,7 @@ from autotp.checkpoint.output import rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
 from autotp.diagnostic import CheckpointError, UsageError
-from autotp.plan import Plan
+from autotp.plan import Plan, as_plan
 
 if TYPE_CHECKING:
     from autotp.checkpoint.meta import Meta
@@ -117,8 +117,12 @@ def _other_format(source: Path, plan: Any, biases: Any) -> Pickled | Meta | PerR
         from autotp.checkpoint import perrank, rankfiles
 
         if rankfiles.holds_rank_files(source):
-            chosen, _ = choose_plan(plan, read_config(source), source)
-            return perrank.PerRank(source, chosen, biases=biases)
+            if plan is None or plan == "auto":
+                raise UsageError(
+                    f"{source}: holds the files of other trainers' ranks; give a plan, with patterns for the "
+                    "names in them, that says how they were cut"
+                )
+            return perrank.PerRank(source, as_plan(plan), biases=biases)
     if biases != "equal":
         raise UsageError(f"{source}: holds no files of other trainers' ranks, whose biases could be summed")
     return found
