@@ -20,7 +20,7 @@ from typing import Any
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.placement import Shard
 
-__all__ = ["Rows", "cut", "holders", "merge", "put", "rows", "split", "take"]
+__all__ = ["Rows", "cut", "holders", "merge", "put", "rows", "split", "take", "transfer"]
 
 
 def cut(shape: Sequence[int], shard: Shard, rank: int) -> list[tuple[int, int]]:
@@ -171,6 +171,39 @@ def holders(parts: Sequence[Rows]) -> list[tuple[list[tuple[int, int, int]], lis
                 seen.add(at)
         found.append(kept)
     return found
+
+
+def transfer(parts: Sequence[Rows], wanted: Rows) -> list[Rows]:
+    """How `wanted` is made of the ranks' parts of one tensor, each byte from the first that holds it.
+
+    Of each part the rows to read: `length` is that of the part's own row, and the ranges (start, stop, place)
+    lead from it into a row of `wanted`.
+
+    >>> from autotp.placement import deal
+    >>> halves, thirds = (Shard(1, deal(6, tp)) for tp in (2, 3))
+    >>> for one in transfer([rows((4, 6), 1, halves, rank) for rank in range(2)], rows((4, 6), 1, thirds, 1)):
+    ...     print(one)
+    Rows(count=4, length=3, local=2, ranges=((2, 3, 0),))
+    Rows(count=4, length=3, local=2, ranges=((0, 1, 1),))
+    """
+    count = max(one.count for one in (*parts, wanted))
+    even = [one if one.count == count else _in_rows(one, count) for one in (*parts, wanted)]
+    found = []
+    for part, (first, _) in zip(even, holders(even[:-1]), strict=False):
+        ranges = tuple(
+            (place + max(low, start) - low, place + min(high, stop) - low, into + max(low, start) - start)
+            for low, high, place in first
+            for start, stop, into in even[-1].ranges
+            if max(low, start) < min(high, stop)
+        )
+        found.append(Rows(count, part.local, even[-1].local, ranges))
+    return found
+
+
+def _in_rows(one: Rows, count: int) -> Rows:
+    """A tensor that is held whole, and so is one row, as `count` rows."""
+    length = one.length // count
+    return Rows(count, length, length, ((0, length, 0),))
 
 
 def rows(shape: Sequence[int], itemsize: float, shard: Shard | None, rank: int) -> Rows:

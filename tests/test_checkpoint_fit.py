@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autotp.checkpoint.fit import Stored, misfits, slots_of
+from autotp.checkpoint.fit import misfits, slots_of
+from autotp.checkpoint.stored import Stored
 from autotp.header import Entry
 
 
@@ -28,7 +29,7 @@ def faults(*names, strict=True):
     stored = {}
     for name in names:
         dtype, shape = entries.get(name, ("F32", (4,)))
-        stored[name] = Stored(Path("x"), Entry(name, dtype, shape, 0, 0), shape, False)
+        stored[name] = Stored(Path("x"), Entry(name, dtype, shape, 0, 0), shape)
     found = {name: name for name in entries if name in stored}
     return misfits(model, slots_of(model), stored, found, shapes={}, layouts={}, strict=strict)
 

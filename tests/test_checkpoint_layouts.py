@@ -162,8 +162,8 @@ def test_config_and_weights_that_disagree(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         decide_layouts(tmp_path, entries_of(folder), config, plan_for("bert"), 2, "layouts")
     assert str(raised.value) == (
-        f"{tmp_path}: tensor 'embeddings.word_embeddings.weight' is [33, 24], and [35, 24] in the model that "
-        "its config.json describes"
+        f"{tmp_path}: tensor 'embeddings.word_embeddings.weight' is [33, 24], and [35, 24] in BertModel, the "
+        "model that the plan is proven on"
     )
 
 
@@ -188,7 +188,7 @@ def test_names_that_are_not_the_models_are_refused_before_anything_is_written(tm
     own = [name for name in model.state_dict() if name.startswith("layers.")]
     assert len(stored) == len(own) == 16
     expected = [
-        f"{tmp_path / 'in'}: lacks 16 tensors of ViTModel, the model that its config.json describes",
+        f"{tmp_path / 'in'}: lacks 16 tensors of ViTModel, the model that the plan is proven on",
         *(f"  missing: {name}" for name in own[:5]),
         "  missing: 11 more",
         *(f"  unexpected: {name}" for name in stored[:5]),
@@ -214,9 +214,7 @@ def load_layouts(folder, out):
 def test_experts_stored_one_by_one_are_refused(tmp_path):
     saved("mixtral", tmp_path / "in")
     lines = refusal(tmp_path / "in", tmp_path / "out").splitlines()
-    assert lines[0].endswith(
-        ": lacks 3 tensors of MixtralForCausalLM, the model that its config.json describes"
-    )
+    assert lines[0].endswith(": lacks 3 tensors of MixtralForCausalLM, the model that the plan is proven on")
     assert lines[1:5] == [
         "  missing: model.layers.0.mlp.gate.weight",
         "  missing: model.layers.0.mlp.experts.gate_up_proj",
@@ -239,7 +237,7 @@ def test_any_tensor_that_the_model_needs_must_be_there(tmp_path, name, lost):
     del tensors[lost or "model.embed_tokens.weight"]
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     assert refusal(tmp_path / "in", tmp_path / "out") == (
-        f"{tmp_path / 'in'}: lacks a tensor of LlamaForCausalLM, the model that its config.json describes\n"
+        f"{tmp_path / 'in'}: lacks a tensor of LlamaForCausalLM, the model that the plan is proven on\n"
         f"  missing: {lost or 'model.embed_tokens.weight or lm_head.weight'}\n"
         "  = help: add what is missing, or name the class that was saved in config.json's architectures; "
         'check="shapes" cuts what is there, without a proof'

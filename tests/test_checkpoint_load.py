@@ -12,7 +12,7 @@ from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, Llam
 from autotp.checkpoint import convert
 from autotp.checkpoint.load import from_pretrained
 from autotp.comm import simulate
-from autotp.diagnostic import CheckpointError, UsageError
+from autotp.diagnostic import CheckpointError, PlanError, UsageError
 from autotp.plan import Plan, plan_for
 from tests.checkpoints import minilm_folder
 
@@ -129,14 +129,80 @@ def test_what_generate_does_by_default_comes_along(tmp_path):
     assert message.startswith(f"{folder / 'generation_config.json'}: cannot be read: ")
 
 
-def test_the_number_of_ranks_must_be_the_folders(tmp_path):
+def assert_same_weights(found, expected):
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (3, 1)])
+def test_rank_folders_are_resharded_as_they_are_read(tmp_path, before, after):
+    model, folder = llama(tmp_path / "in")
+    convert(folder, tmp_path / "out", tp=before, check="shapes")
+    for output in simulate(
+        after, lambda group: logits(from_pretrained(tmp_path / "out", mesh=group, check="shapes"))
+    ):
+        torch.testing.assert_close(output, logits(model), atol=1e-10, rtol=0)
+    if after == 1:
+        assert_same_weights(from_pretrained(tmp_path / "out", check="shapes"), model)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_damage_is_found_while_resharding_whoever_needs_it(tmp_path, rank):
     _, folder = llama(tmp_path / "in")
     convert(folder, tmp_path / "out", tp=3, check="shapes")
-    expected = f"{tmp_path / 'out'} was converted for tp=3, and there "
-    assert refusal(UsageError, tmp_path / "out").startswith(expected + "is 1 rank; ")
-    with pytest.raises(UsageError) as raised:
-        simulate(2, lambda group: from_pretrained(tmp_path / "out", mesh=group))
-    assert str(raised.value).startswith(expected + "are 2 ranks; ")
+    shard = tmp_path / "out" / f"rank-{rank}-of-3" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 8
+    shard.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=rf"rank-{rank}-of-3/model.safetensors: tensor '.*' of rank {rank} is damaged"
+    ):
+        simulate(2, lambda group: from_pretrained(tmp_path / "out", mesh=group, check="shapes"))
+
+
+class Small(torch.nn.Module):
+    """No architecture that a config.json could name."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 10), torch.nn.Linear(10, 6)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_a_model_of_ones_own_is_proven_converted_and_loaded(tmp_path):
+    plan, model = {"up": "column", "down": "row"}, randomise(Small().double())
+    (tmp_path / "in").mkdir()
+    save_file(model.state_dict(), tmp_path / "in" / "model.safetensors")
+    x = torch.randn(3, 6, dtype=torch.float64)
+    with pytest.raises(CheckpointError, match=r"there is no config\.json, so the architecture is not known"):
+        convert(tmp_path / "in", tmp_path / "out", plan=plan, tp=2)
+    with pytest.raises(PlanError, match="AT3"):
+        convert(tmp_path / "in", tmp_path / "out", plan={"up": "column"}, tp=2, model=model, inputs=x)
+    done = convert(tmp_path / "in", tmp_path / "out", plan=plan, tp=2, model=model, inputs=x)
+    assert done.proof == "layouts"
+    with pytest.raises(
+        UsageError, match='a model is given to prove the plan on, which check="shapes" leaves out'
+    ):
+        convert(tmp_path / "in", tmp_path / "x", plan=plan, tp=2, model=model, inputs=x, check="shapes")
+    for source, how in ((tmp_path / "in", plan), (tmp_path / "out", None)):
+
+        def run(group, source=source, how=how):
+            with torch.device("meta"):
+                empty = Small().double()
+            return from_pretrained(source, plan=how, mesh=group, model=empty, inputs=x)(x)
+
+        for output in simulate(2, run):
+            torch.testing.assert_close(output, model(x), atol=1e-10, rtol=0)
+
+
+def test_other_formats_are_read_by_each_rank(tmp_path):
+    model, folder = llama(tmp_path / "in")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    for output in simulate(2, lambda group: logits(from_pretrained(folder, mesh=group, check="shapes"))):
+        torch.testing.assert_close(output, logits(model), atol=1e-10, rtol=0)
 
 
 def test_another_plan_than_the_folders_is_an_error(tmp_path):

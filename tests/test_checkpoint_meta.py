@@ -113,6 +113,15 @@ def test_what_is_merged_loads_with_transformers_and_says_how_rows_were_permuted(
             assert "permuted from Meta's interleaved rotary order" in library.metadata()["rope"]
 
 
+def test_each_rank_reads_it_without_a_conversion(tmp_path):
+    model = meta_checkpoint(tmp_path / "in", 2, axis=0)
+    ids = torch.arange(8)[None]
+    for output in simulate(
+        2, lambda group: from_pretrained(tmp_path / "in", mesh=group, check="shapes")(ids).logits
+    ):
+        torch.testing.assert_close(output, model(ids).logits, atol=1e-10, rtol=0)
+
+
 @pytest.mark.slow
 def test_with_the_layouts_proven(tmp_path):
     meta_checkpoint(tmp_path / "in", 2, axis=0)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.placement import Deal, Shard, deal
-from autotp.slicing import cut, merge, put, rows, split, take
+from autotp.slicing import cut, merge, put, rows, split, take, transfer
+from tests.layouts import cuts as all_cuts
 
 SHARED = Deal(2, ((0, 1), (0, 1), (1, 2), (1, 2)))  # two kv heads over four ranks
 
@@ -111,6 +112,28 @@ def test_rows_say_in_bytes_what_cut_says_in_elements(case):
                 at = row * described.local + place
                 local[at : at + stop - start] = flat[row * described.length :][start:stop]
         assert bytes(local) == take(whole, shard, rank).tobytes()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_any_cut_is_read_out_of_any_other(dim):
+    """Also parts that several ranks hold, and tensors that are whole on one side."""
+    shape = [3, 3, 2]
+    shape[dim] = 12
+    whole = np.random.default_rng(0).integers(0, 255, math.prod(shape), np.uint8)
+    sides = [None, *(shard for tp in (2, 3, 4) for shard in all_cuts(dim, 12, tp))]
+    for before in sides:
+        parts = [rows(shape, 1, before, rank) for rank in range(before.tp if before else 1)]
+        held = [take(whole.reshape(shape), before, r).ravel() if before else whole for r in range(len(parts))]
+        for after in sides:
+            for rank in range(after.tp if after else 1):
+                expected = take(whole.reshape(shape), after, rank).ravel() if after else whole
+                found = np.zeros_like(expected)
+                for part, plan in zip(held, transfer(parts, rows(shape, 1, after, rank)), strict=True):
+                    for row in range(plan.count):
+                        for start, stop, place in plan.ranges:
+                            piece = part[row * plan.length + start : row * plan.length + stop]
+                            found[row * plan.local + place :][: stop - start] = piece
+                assert np.array_equal(found, expected), (before, after, rank)
 
 
 def test_a_whole_tensor_is_one_row():

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotp.checkpoint.folder import MANIFEST, open_folder
+from autotp.checkpoint.formats import other_format
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import choose_plan, decide_layouts
 from autotp.checkpoint.manifest import Manifest
 from autotp.checkpoint.output import rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
-from autotp.diagnostic import CheckpointError, UsageError
-from autotp.plan import Plan, as_plan
+from autotp.diagnostic import CheckpointError
+from autotp.plan import Plan
 
 if TYPE_CHECKING:
-    from autotp.checkpoint.meta import Meta
-    from autotp.checkpoint.perrank import PerRank
-    from autotp.checkpoint.pickled import Pickled
+    from torch import nn
+
 
 __all__ = ["convert"]
 
@@ -37,6 +37,8 @@ def convert(
     check: Literal["layouts", "shapes"] = "layouts",
     digest: Literal["xxh3", "sha256", "none"] = "xxh3",
     ranks: Sequence[int] | None = None,
+    model: nn.Module | None = None,
+    inputs: Any = None,
     biases: Literal["equal", "summed"] = "equal",
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -51,7 +53,8 @@ def convert(
       where it stopped when it is started again
     - `plan`: a plan, a file or a name; None: the shipped plan of config.json's model_type; "auto": one that
       is derived from the graph of the model that config.json describes
-    - `check`: "layouts" proves the plan on the model that config.json describes (this imports torch);
+    - `check`: "layouts" proves the plan on the model that config.json describes (this imports torch), or on
+      `model`, one of your own whose parameters have these names, with sample `inputs` where they are needed;
       "shapes" matches names and shapes alone, and the manifest says `proof: none`
     - `digest`: of the bytes of each tensor, which `merge` verifies
     - `ranks`: only these are written (a machine needs the folders of its own ranks); the manifest tells all
@@ -74,11 +77,11 @@ def convert(
     check_target(target)
     if (source / MANIFEST).exists():
         raise CheckpointError(f"{source}: is converted already; `merge` it first")
-    other = _other_format(source, plan, biases)
+    other = other_format(source, plan, biases)
     folder = open_folder(source) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
-    chosen, name = choose_plan(plan, folder.config, source, tp=tp, check=check)
-    layouts = decide_layouts(source, entries, folder.config, chosen, tp, check)
+    chosen, name = choose_plan(plan, folder.config, source, tp=tp, check=check, model=model, inputs=inputs)
+    layouts = decide_layouts(source, entries, folder.config, chosen, tp, check, model=model, inputs=inputs)
     manifest = Manifest(
         tp=tp,
         plan=chosen,
@@ -98,31 +101,3 @@ def convert(
         written.check_room()
         carry(supply, manifest, outputs, target, job="convert", progress=progress)
     return written
-
-
-def _other_format(source: Path, plan: Any, biases: Any) -> Pickled | Meta | PerRank | None:
-    """The checkpoint as torch.save, Meta or other trainers wrote it, if it is one of theirs; needs torch."""
-    if biases not in ("equal", "summed"):
-        raise UsageError(f"biases are 'equal' or 'summed', not {biases!r}")
-    found: Pickled | Meta | PerRank | None = None
-    if source.suffix in (".bin", ".pt", ".pth") or any(source.glob("pytorch_model.bin*")):
-        from autotp.checkpoint import pickled
-
-        found = pickled.Pickled(source) if pickled.holds_pickles(source) else None
-    elif any(source.glob("consolidated.*.pth")):
-        from autotp.checkpoint import meta
-
-        found = meta.Meta(source) if meta.holds_meta(source) else None
-    elif any(source.glob("*rank*")) and not any(source.glob("model.safetensors*")):
-        from autotp.checkpoint import perrank, rankfiles
-
-        if rankfiles.holds_rank_files(source):
-            if plan is None or plan == "auto":
-                raise UsageError(
-                    f"{source}: holds the files of other trainers' ranks; give a plan, with patterns for the "
-                    "names in them, that says how they were cut"
-                )
-            return perrank.PerRank(source, as_plan(plan), biases=biases)
-    if biases != "equal":
-        raise UsageError(f"{source}: holds no files of other trainers' ranks, whose biases could be summed")
-    return found

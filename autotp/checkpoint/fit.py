@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from autotp.checkpoint.names import resolve
+from autotp.checkpoint.stored import Stored
 from autotp.diagnostic import CheckpointError
-from autotp.header import Entry
 from autotp.placement import Shard
 
-__all__ = ["DTYPES", "NAMES", "Slots", "Stored", "check_complete", "misfits", "same_bits", "slots_of"]
+__all__ = ["DTYPES", "NAMES", "Slots", "check_complete", "misfits", "same_bits", "slots_of"]
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -28,24 +27,6 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHOWN = 5  # names of one kind that a message lists
 Slots = list[dict[str, torch.Tensor]]  # every parameter and persistent buffer once, under all its names
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of the checkpoint: its file, where this rank finds it there, and what it is in whole.
-
-    `shard` is how it was cut when the file has this rank's part, and None when the file has all of it.
-    `tensor` is the whole of it where the file is one that torch.save wrote.
-    """
-
-    path: Path
-    entry: Entry
-    shape: tuple[int, ...]
-    converted: bool
-    shard: Shard | None = None
-    digest: str = ""
-    kind: str = "none"
-    tensor: torch.Tensor | None = None
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -100,7 +81,7 @@ def check_complete(source: Path, model: nn.Module, stored: Collection[str], foun
         return
     strange, kind = _unexpected(model, stored, found), type(model).__name__
     has = "a tensor" if len(absent) == 1 else f"{len(absent)} tensors"
-    lines = [f"{source}: lacks {has} of {kind}, the model that its config.json describes"]
+    lines = [f"{source}: lacks {has} of {kind}, the model that the plan is proven on"]
     lines += _some("missing", absent) + _some("unexpected", strange)
     if strange:
         lines.append(
@@ -188,7 +169,7 @@ def _mismatched(
             faults.append(f"  mismatched: {name} is {there.entry.dtype}, which torch has no dtype for")
         elif kind.is_floating_point != tensor.dtype.is_floating_point:
             faults.append(f"  mismatched: {name} is {there.entry.dtype}, the model's is {tensor.dtype}")
-        elif there.converted and there.shard != layouts.get(name):
+        elif there.own and there.shard != layouts.get(name):
             cut, needed = (str(one) if one else "whole" for one in (there.shard, layouts.get(name)))
             faults.append(f"  mismatched: {name} was cut as {cut}, the model needs {needed}")
     return faults

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.names import resolve
@@ -17,21 +17,33 @@ from autotp.match import Matches, match
 from autotp.placement import Shard
 from autotp.plan import Plan, as_plan, plan_for, shipped_plans
 
-__all__ = ["CHECKS", "choose_plan", "decide_layouts"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["CHECKS", "choose_plan", "decide_layouts", "described_model"]
 
 CHECKS = ("layouts", "shapes")
 
 
 def choose_plan(
-    plan: Any, config: Mapping[str, Any], source: Path, *, tp: int, check: str
+    plan: Any,
+    config: Mapping[str, Any],
+    source: Path,
+    *,
+    tp: int,
+    check: str,
+    model: nn.Module | None = None,
+    inputs: Any = None,
 ) -> tuple[Plan, str]:
     """The plan that is given, one derived for "auto", or the shipped one of the model_type; and its name.
+
+    `model` (and sample `inputs` for it) stands in for the one that the config describes.
 
     Raises PlanError for a plan that cannot be read and for a model of which nothing can be sharded,
     UsageError when none is given and none is shipped.
     """
     if isinstance(plan, str) and plan == "auto":
-        return _derived(source, config, tp, check), "auto"
+        return _derived(source, config, tp, check, model, inputs), "auto"
     if plan is not None:
         return as_plan(plan), ""
     kind = config.get("model_type")
@@ -42,19 +54,28 @@ def choose_plan(
     return found, str(kind)
 
 
-def _derived(source: Path, config: Mapping[str, Any], tp: int, check: str) -> Plan:
-    """The plan that is derived from the graph of the model that the config describes."""
+def _derived(
+    source: Path, config: Mapping[str, Any], tp: int, check: str, model: nn.Module | None, inputs: Any
+) -> Plan:
+    """The plan that is derived from the graph of the model."""
     if check != "layouts":
         raise UsageError('plan "auto" is derived from the traced graph, which check="shapes" leaves out')
     from autotp.decide import decide
 
-    with _described(source, config) as described:
-        from autotp.hf import build
-
-        analysis = decide(build(described), "auto", tp=tp)
+    analysis = decide(described_model(source, config, model), "auto", tp=tp, inputs=inputs)
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
     return analysis.plan
+
+
+def described_model(source: Path, config: Mapping[str, Any], model: nn.Module | None) -> nn.Module:
+    """The model that is given, or the one that the config describes."""
+    if model is not None:
+        return model
+    from autotp.hf import build
+
+    with _described(source, config) as described:
+        return build(described)
 
 
 @contextmanager
@@ -76,20 +97,25 @@ def decide_layouts(
     plan: Plan,
     tp: int,
     check: str,
+    *,
+    model: nn.Module | None = None,
+    inputs: Any = None,
 ) -> dict[str, Shard]:
     """{tensor name: how it is cut}; tensors that are not in it are whole.
 
     `source` is the checkpoint, for messages; `config` what its config.json says. With `check` "shapes"
-    names and shapes are matched; with "layouts" the plan is proven on the model that the config describes,
-    and where the headers tell a cut too, it must be the same. Raises PlanError (every finding),
-    CheckpointError, UsageError.
+    names and shapes are matched; with "layouts" the plan is proven on `model`, else on the one that the
+    config describes, and where the headers tell a cut too, it must be the same. Raises PlanError (every
+    finding), CheckpointError, UsageError.
     """
     if check not in CHECKS:
         raise UsageError(f"check is 'layouts' or 'shapes', not {check!r}")
+    if model is not None and check != "layouts":
+        raise UsageError('a model is given to prove the plan on, which check="shapes" leaves out')
     matches = match(plan, describe_tensors(entries, config, name=source.name), tp)
     there = {entry.name: entry for entry in entries}
     if check == "layouts":
-        layouts = _proven(source, there, config, matches)
+        layouts = _proven(source, there, described_model(source, config, model), inputs, matches)
     elif errors(matches.diagnostics):
         raise PlanError(matches.diagnostics)
     else:
@@ -104,7 +130,7 @@ def decide_layouts(
 
 
 def _proven(
-    source: Path, there: Mapping[str, Entry], config: Mapping[str, Any], matches: Matches
+    source: Path, there: Mapping[str, Entry], model: nn.Module, inputs: Any, matches: Matches
 ) -> dict[str, Shard]:
     """The layouts as they are proven on the model, under the checkpoint's names.
 
@@ -113,11 +139,8 @@ def _proven(
     """
     from autotp.checkpoint.fit import check_complete
     from autotp.decide import decide
-    from autotp.hf import build
 
-    with _described(source, config) as described:
-        model = build(described)
-    analysis = decide(model, matches.plan, tp=matches.tp)
+    analysis = decide(model, matches.plan, tp=matches.tp, inputs=inputs)
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
     known = analysis.inventory.tensors()
@@ -127,8 +150,8 @@ def _proven(
         if known[name].shape != there[spelled].shape:
             held, needed = list(there[spelled].shape), list(known[name].shape)
             raise CheckpointError(
-                f"{source}: tensor {spelled!r} is {held}, and {needed} in the model that its "
-                "config.json describes"
+                f"{source}: tensor {spelled!r} is {held}, and {needed} in {type(model).__name__}, the model "
+                "that the plan is proven on"
             )
     layouts = {names[name]: shard for name, shard in analysis.layouts.items() if name in names}
     left_to_the_proof = {

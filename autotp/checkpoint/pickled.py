@@ -85,9 +85,9 @@ class Pickled:
         self.ties = Ties(home, describe_tensors(entries, config).aliases)
         self.watched = self.ties.names
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, mapped from their files."""
-        return {name: t for source in self.sources.values() for name, t in load_tensors(source).items()}
+    def load(self) -> Callable[[str], torch.Tensor]:
+        """The tensors, mapped from their files."""
+        return {n: t for source in self.sources.values() for n, t in load_tensors(source).items()}.__getitem__
 
     def identity(self) -> list[list[Any]]:
         """See Supply."""

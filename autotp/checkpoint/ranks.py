@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,14 +86,17 @@ class Ranks:
                     )
                 raise self.damage(file, entry, rank)
 
-    def damaged(self, file: Header, entry: Entry) -> list[int]:
-        """The ranks whose part of a tensor has not the digest that the manifest tells."""
+    def damaged(self, file: Header, entry: Entry, among: Iterable[int] | None = None) -> list[int]:
+        """The ranks, `among` these, whose part of a tensor has not the digest that the manifest tells."""
         known = self.manifest.digests[entry.name]
         with ExitStack() as stack:
             parts, buffers = self.parts(file, stack)(entry), Buffers()
             expected = known.parts or (known.whole,) * len(parts)
-            found = [part_digest(part, self.manifest.digest, buffers) for part in parts]
-        return [rank for rank in range(len(parts)) if found[rank] != expected[rank]]
+            found = {
+                rank: part_digest(parts[rank], self.manifest.digest, buffers)
+                for rank in (range(len(parts)) if among is None else among)
+            }
+        return [rank for rank, digest in found.items() if digest != expected[rank]]
 
     def differs(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
         """The error for unequal copies: by the digest if one tells which is wrong, with the difference."""

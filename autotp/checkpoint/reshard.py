@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from autotp.checkpoint.layouts import decide_layouts
 from autotp.checkpoint.manifest import load_manifest
 from autotp.checkpoint.output import rank_folder, rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
 from autotp.checkpoint.written import Progress, Written, files_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["reshard"]
 
@@ -23,15 +26,17 @@ def reshard(
     tp: int,
     check: Literal["layouts", "shapes"] = "layouts",
     ranks: Sequence[int] | None = None,
+    model: nn.Module | None = None,
+    inputs: Any = None,
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Written:
     """Write the converted folder `source` again for `tp` ranks, as `convert` of the original would.
 
     The plan is the folder's own, matched and (unless `check` is "shapes") proven for the new number of
-    ranks, of which `ranks` are written, all by default. Every byte is read once, checked against the
-    manifest's digests, and written once. `target` appears whole or not at all. Raises what `convert` and
-    `merge` raise.
+    ranks, on `model` as `convert` takes it. Of the ranks `ranks` are written, all by default. Every byte is
+    read once, checked against the manifest's digests, and written once. `target` appears whole or not at all.
+    Raises what `convert` and `merge` raise.
 
         autotp.reshard("out-tp8", "out-tp4", tp=4)
     """
@@ -43,7 +48,9 @@ def reshard(
     supply = Ranks(source, manifest)
     entries = [entry for file in manifest.files for entry in file.tensors.values()]
     home = rank_folder(source, 0, manifest.tp)
-    layouts = decide_layouts(home, entries, manifest.config, manifest.plan, tp, check)
+    layouts = decide_layouts(
+        home, entries, manifest.config, manifest.plan, tp, check, model=model, inputs=inputs
+    )
     proof: Literal["layouts", "none"] = "layouts" if check == "layouts" else "none"
     again = replace(manifest, tp=tp, layouts=layouts, proof=proof)
     outputs = rank_outputs(layouts, tp, ranks)

@@ -1,0 +1,96 @@
+"""Where a rank finds each tensor: in an unsharded checkpoint, its own rank folder, or those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotp.checkpoint.folder import open_folder
+from autotp.checkpoint.formats import other_format
+from autotp.checkpoint.manifest import Manifest
+from autotp.checkpoint.output import Output, rank_folder
+from autotp.checkpoint.ranks import Ranks, checked_header
+from autotp.header import Entry
+from autotp.placement import Shard
+from autotp.slicing import Rows
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Piece", "Stored", "in_checkpoint", "in_own_folder", "in_rank_folders"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one file holds of a tensor: from which byte on, and which rows of it."""
+
+    path: Path
+    start: int
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of the checkpoint: its file, where this rank finds it there, and its shape in whole.
+
+    With `own` the file has this rank's part, cut as `shard` and with the digest told. Where another number of
+    ranks wrote it, `pieces` are all their parts. `load` gives the whole of it where it has to be made.
+    """
+
+    path: Path
+    entry: Entry
+    shape: tuple[int, ...]
+    own: bool = False
+    shard: Shard | None = None
+    digest: str = ""
+    kind: str = "none"
+    pieces: tuple[Piece, ...] = ()
+    load: Callable[[], torch.Tensor] | None = None
+
+
+def in_checkpoint(home: Path, plan: Any) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The tensors of an unsharded checkpoint, in any format that `convert` reads, and its config."""
+    other = other_format(home, plan, "equal")
+    if other is not None:
+        load = other.load()
+        tensors = other.folder.tensors()
+        return {
+            name: Stored(file.path, entry, entry.shape, load=lambda name=name: load(name))  # type: ignore[misc]
+            for name, (file, entry) in tensors.items()
+        }, dict(other.folder.config)
+    folder = open_folder(home)
+    return {
+        name: Stored(file.path, entry, entry.shape) for name, (file, entry) in folder.tensors().items()
+    }, dict(folder.config)
+
+
+def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stored]:
+    """The tensors of this rank's own folder, checked against the manifest."""
+    home = rank_folder(folder, rank, manifest.tp)
+    stored, output = {}, Output(home, manifest.layouts, rank, manifest.tp)
+    for file in manifest.files:
+        header = checked_header(output.header(file))
+        for name, entry in file.tensors.items():
+            digests, shard = manifest.digests[name], manifest.layouts.get(name)
+            digest = digests.parts[rank] if digests.parts else digests.whole
+            local = header.tensors[name]
+            stored[name] = Stored(header.path, local, entry.shape, True, shard, digest, manifest.digest)
+    return stored
+
+
+def in_rank_folders(ranks: Ranks, rank: int) -> dict[str, Stored]:
+    """The tensors of the folders of another number of ranks; what is whole, from any one of them."""
+    stored = {}
+    for file in ranks.manifest.files:
+        headers = ranks.headers[file.path.name]
+        for name, entry in file.tensors.items():
+            pieces = tuple(
+                Piece(header.path, header.tensors[name].start, output.rows(entry))
+                for header, output in zip(headers, ranks.outputs, strict=True)
+            )
+            if name not in ranks.manifest.layouts:
+                pieces = (pieces[rank % len(pieces)],)
+            stored[name] = Stored(pieces[0].path, entry, entry.shape, pieces=pieces)
+    return stored
