@@ -16,6 +16,7 @@ from autotp.plan import Plan
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Engine, Propagation, op_name
+from autotp.propagate.flexible import Grant
 from autotp.trace.recorder import Val, record
 from tests.layouts import Placed, indices, part, parts, sides, tensor
 
@@ -60,7 +61,20 @@ class Recorded:
                 for written in node.meta["mutates"] if flows else ():
                     needs.update(dict.fromkeys(_seen_through(written), True))
             node.meta["val"] = _with_grad(val, needs.get(node, False))
-        result = Propagation(self.trace, Matches(tp, _PLAN, {}, {}, ()), {}, {})
+        grants: dict[fx.Node, Layout] = {}
+        while True:
+            result, wanted = self._walk(combination, tp, grants)
+            if wanted is None:
+                return result
+            if not wanted or wanted.items() <= grants.items():
+                return None
+            grants = wanted | grants
+
+    def _walk(
+        self, combination: Sequence[Placed], tp: int, grants: dict[fx.Node, Layout]
+    ) -> tuple[Propagation, dict[fx.Node, Layout] | None]:
+        """One walk; after a conflict the layouts that fresh and expanded values would take."""
+        result = Propagation(self.trace, Matches(tp, _PLAN, {}, {}, ()), {}, {}, grants=grants)
         engine = Engine(result, {})
         for node in self.trace.graph.nodes:
             if node.op == "placeholder":
@@ -70,10 +84,12 @@ class Recorded:
             elif node.op == "call_function":
                 try:
                     layouts, computed = engine._call(node)
-                except Conflict:
-                    return None
+                except Conflict as conflict:
+                    wanted = engine._remedies(node, conflict)
+                    given = all(isinstance(w, Grant) for w in wanted)
+                    return result, {w.node: w.layout for w in wanted if isinstance(w, Grant)} if given else {}
                 engine._set(node, layouts, op=computed)
-        return result
+        return result, None
 
     def run(self, combination: Sequence[Placed], tp: int) -> bool:
         result = self.layouts(combination, tp)

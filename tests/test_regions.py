@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.comm import simulate
+from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 
 PLAN = {
@@ -119,19 +120,59 @@ def test_a_table_that_feeds_a_region_is_copied_at_its_border():
     assert autotp.verify(Looked(), PLAN, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long)).ok
 
 
-def test_a_bias_in_the_sum_is_refused():
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_bias_in_the_sum_is_shared(functional, tp):
     class Biased(Raw):
         def __init__(self):
             super().__init__()
             self.b2 = nn.Parameter(torch.randn(16))
 
         def forward(self, x, scale):
-            return super().forward(x, scale) + self.b2
+            if functional:
+                return F.linear(F.gelu(F.linear(x, self.w1, self.b1)), self.w2, self.b2) * scale
+            return super().forward(x, scale) + self.b2 * 2
 
     model = Net()
     model.raw = Biased()
+    analysis = autotp.analyze(model, PLAN, tp=tp)
+    assert analysis.ok and analysis.reads == (Read("raw.b2", copied=False, shared=True),)
+    result = autotp.verify(model, PLAN, tp=tp)
+    assert result.ok and result.max_grad_diff < 1e-12
+
+
+def test_a_bias_that_is_used_whole_as_well_is_refused():
+    class Biased(Raw):
+        def forward(self, x, scale):
+            return super().forward(x, scale) + self.extra * self.extra.norm()
+
+    model = Net()
+    model.raw.__class__ = Biased
+    model.raw.extra = nn.Parameter(torch.randn(16))
     analysis = autotp.analyze(model, PLAN, tp=2)
     assert [d.code for d in analysis.diagnostics if d.severity == "error"] == ["AT310"]
+
+
+class Gathering(Raw):
+    """Writes what it computes into fresh memory, and sums into zeros."""
+
+    def forward(self, x, scale):
+        h = F.linear(x, self.w1, self.b1)
+        both = h.new_empty(2, *h.shape)
+        both[0] = F.gelu(h)
+        both[1:] = x.mean(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for h in both:
+            out.index_add_(0, torch.arange(x.shape[0]), h @ self.w2.T * scale)
+        return out
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_what_is_written_into_fresh_memory_is_exact(tp):
+    model = Net()
+    model.raw.__class__ = Gathering
+    result = autotp.verify(model, PLAN, tp=tp)
+    assert result.ok and result.max_grad_diff < 1e-12
 
 
 def test_a_bias_whose_weight_was_forgotten_is_refused():

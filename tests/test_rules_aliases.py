@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE
-from tests.rules import Case, cut, hold, tensor
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout
+from tests.rules import Case, Placed, cut, hold, tensor
 
 X, Y = tensor(4, 6), tensor(4, 6, seed=1)
 
@@ -66,6 +66,40 @@ def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return z
 
 
+def two_halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = x.new_empty(4, 12)
+    z[:, :6] = x
+    z[:, 6:].copy_(y)
+    return z
+
+
+def a_slot_broadcast(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros(2, 4, 6, dtype=torch.float64)
+    z[0] = x
+    z[1:] = y
+    return z
+
+
+def rows_put(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros(3, 4, 6, dtype=torch.float64)
+    z[place] = x
+    return z.index_add_(0, place - 1, x[None])
+
+
+def summed_up(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    z = torch.zeros_like(x)
+    for part in (x, y):
+        z += part
+    return z.masked_fill_(mask, 0.0)
+
+
+def renamed(x: torch.Tensor) -> torch.Tensor:
+    z = x.clone()
+    seen = z[0]
+    z.unsqueeze_(0).transpose_(1, 2)
+    return z * 2 + seen[:, None]
+
+
 CASES = {
     "added into a column": Case(
         added_into_a_column, (X, tensor(4)), takes=((cut(0), cut(0)), (PARTIAL, PARTIAL))
@@ -77,8 +111,26 @@ CASES = {
     "copied into zeros like": Case(
         copied_into_zeros_like, (X, Y), takes=((cut(1), cut(1)), (INVARIANT, INVARIANT))
     ),
-    "copied into zeros": Case(copied_into_zeros, (Y,), never=True),
+    "copied into zeros": Case(
+        copied_into_zeros, (Y,), takes=((cut(1),), (PARTIAL,), (INVARIANT,), (REPLICATE,))
+    ),
     "used after a write": Case(used_after_a_write, (X, tensor(4, 3))),
+    "two halves": Case(two_halves, (X, Y), takes=((cut(0), cut(0)), (PARTIAL, PARTIAL))),
+    "a slot broadcast": Case(
+        a_slot_broadcast, (X, tensor(4, 1)), takes=((cut(1), REPLICATE), (cut(0), cut(0)))
+    ),
+    "rows put": Case(
+        rows_put,
+        (X, torch.tensor([2])),
+        takes=((cut(0), INVARIANT), (cut(1), INVARIANT), (PARTIAL, INVARIANT)),
+    ),
+    "summed up": Case(
+        summed_up,
+        (X, Y, Y[:, :1] > 0.7),
+        few=3,
+        takes=((cut(1), cut(1), INVARIANT), (PARTIAL, PARTIAL, INVARIANT)),
+    ),
+    "renamed": Case(renamed, (X,), takes=((cut(1),),)),
     "masked": Case(masked, (X, Y > 0.7), takes=((PARTIAL, INVARIANT), (cut(1), cut(1)))),
 }
 
@@ -88,7 +140,11 @@ def test_a_write_in_place(name: str) -> None:
     hold(CASES[name])
 
 
-def test_a_value_with_a_part_of_its_gradient_is_not_written_into_one_with_the_whole() -> None:
-    taken = hold(CASES["copied into zeros"]).taken
-    assert (INVARIANT,) in taken
-    assert (REPLICATE,) not in taken
+@pytest.mark.parametrize(("first", "second"), [(INVARIANT, REPLICATE), (REPLICATE, INVARIANT)])
+def test_a_part_of_a_gradient_and_a_whole_one_do_not_go_into_one_tensor(
+    first: Layout, second: Layout
+) -> None:
+    def choices(tp: int) -> list[list[Placed]]:
+        return [[(first, True)], [(second, True)]]
+
+    assert not hold(Case(rows_replaced, (X, tensor(2, 6)), choices=choices, never=True)).taken

@@ -114,6 +114,28 @@ def _output_size(local: Local, got: Any) -> Any:
     return local.results[0][0 if dim is None else normal_dim(dim, len(local.source))]
 
 
+def _repeats(local: Local, got: Any) -> list[int]:
+    """How often each dim stands in a row: where a dim of one is expanded, as often as the rank has it."""
+    times: list[int] = list(local.arguments.get("repeats", local.arguments.get("dims")))
+    if isinstance(local.layout, Shard):
+        return times
+    front = len(local.results[0]) - len(times)  # `tile` may leave out the first dims
+    sizes = [1] * (len(local.results[0]) - len(local.source)) + list(local.source)
+    held = local.results[0][front:]
+    return [
+        n if n * size == here else here // size
+        for n, size, here in zip(times, sizes[front:], held, strict=True)
+    ]
+
+
+def _interleaved(local: Local, got: Any) -> Any:
+    times, dim = local.arguments.get("repeats"), local.arguments.get("dim")
+    if not isinstance(times, int) or dim is None or isinstance(local.layout, Shard):
+        return times
+    dim = normal_dim(dim, len(local.source))
+    return local.results[0][dim] // max(1, local.source[dim])
+
+
 def _groups(name: str, places: int) -> Callable[[Local, Any], Any]:
     """Depthwise convolutions and group norms: as many groups as the rank's channels make."""
 
@@ -145,6 +167,11 @@ def _narrow_length(local: Local, got: Any) -> Any:
 EXPECTED: dict[tuple[str, str], Callable[[Local, Any], Any]] = {
     **{(op, "size"): _sizes for op in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")},
     ("reshape", "shape"): _sizes,
+    **{(op, "size"): _sizes for op in ("zeros", "ones", "full", "empty")},
+    **{(op, "size"): _sizes for op in ("new_zeros", "new_ones", "new_full", "new_empty")},
+    ("repeat", "repeats"): _repeats,
+    ("tile", "dims"): _repeats,
+    ("repeat_interleave", "repeats"): _interleaved,
     ("unflatten", "sizes"): _inner_sizes,
     ("split", "split_size"): _split_size,
     ("split", "split_sizes"): _split_size,

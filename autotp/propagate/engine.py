@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from autotp.match import Matches, Placed
-from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
 from autotp.propagate.attention import ATTENTION
 from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy
 from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.convolution import CONVOLUTIONS
 from autotp.propagate.creation import CREATION
 from autotp.propagate.experts import EXPERTS
+from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.indexing import INDEXING
 from autotp.propagate.moving import MOVING
 from autotp.propagate.pointwise import POINTWISE
@@ -76,9 +77,10 @@ class Propagation:
     (they differ where a layer gathers its output). A node that is in neither is unknown, because of a
     finding before it. `cuts` is how each tensor is cut, after row layers took the cut of their input.
     `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
-    resolve a finding, `regions` the modules with mappings at their border. `random` and `random_whole` are
-    the modules that draw random numbers on a shard and on whole values, `reached` the layers of the plan
-    that ran, `copied` the column layers whose input has a gradient to sum, with those inputs.
+    resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
+    values that take a layout for free. `random` and `random_whole` are the modules that draw random numbers
+    on a shard and on whole values, `reached` the layers of the plan that ran, `copied` the column layers
+    whose input has a gradient to sum, with those inputs, `uncopied` those whose input's gradient is a part.
     """
 
     trace: Trace
@@ -87,7 +89,8 @@ class Propagation:
     aliases: Mapping[str, str]
     reads: dict[str, Read] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
-    wanted: list[Read | Region] = field(default_factory=list)
+    grants: dict[fx.Node, Layout] = field(default_factory=dict)
+    wanted: list[Read | Grant | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -95,6 +98,7 @@ class Propagation:
     random_whole: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
     copied: dict[str, list[fx.Node]] = field(default_factory=dict)
+    uncopied: set[str] = field(default_factory=set)
 
 
 def op_name(node: fx.Node) -> str:
@@ -159,16 +163,19 @@ def propagate(
     are known, and adds those that resolve a conflict.
     """
     known, around = dict(reads), dict(regions)
+    grants: dict[fx.Node, Layout] = {}
     while True:
-        start = Propagation(trace, matches, dict(cuts), aliases, dict(known), dict(around))
+        start = Propagation(trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants))
         result = (engine or Engine)(start, kinds).run()
-        before = (dict(known), dict(around))
+        before = (dict(known), dict(around), dict(grants))
         for wanted in result.wanted:
             if isinstance(wanted, Read):
                 known.setdefault(wanted.name, wanted)
+            elif isinstance(wanted, Grant):
+                grants.setdefault(wanted.node, wanted.layout)
             else:
                 around[wanted.path] = around.get(wanted.path, wanted) | wanted
-        if (known, around) == before:
+        if (known, around, grants) == before:
             return result
 
 
@@ -231,7 +238,8 @@ class Engine:
             self._set(node, [cut], frozenset(owners))
         elif name in self.result.reads:
             read = self.result.reads[name]
-            self._set(node, [read.shard or (REPLICATE if read.copied else INVARIANT)])
+            whole = PARTIAL if read.shared else REPLICATE if read.copied else INVARIANT
+            self._set(node, [read.shard or whole])
         else:
             self._set(node, [INVARIANT])
 
@@ -262,19 +270,24 @@ class Engine:
             )
             self._find(node, unknown, origins)
 
-    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Region]:
+    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Grant | Region]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
         code = conflict.code
-        found: list[Read | Region] = []
-        if code in ("AT305", *_LEAVING):
+        found: list[Read | Grant | Region] = []
+        if code == "AT310":
+            found += self._solved(node, sums=True)
+        if not found and code in ("AT305", *_LEAVING):
             found += self._regions(node, leaving=True)
         if not found and code == "AT305":  # a copy at the border serves whatever comes in
             found += self._regions(node, leaving=False)
         if not found and code in _READABLE and node.op != "output":
-            found += solve(node, self.result.layouts, self._attempt, self.kinds)
+            found += self._solved(node, sums=False)
         if not found and code == "AT306":
             found += self._regions(node, leaving=False)
         return found
+
+    def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:
+        return solve(node, self.result.layouts, self._attempt, self._bind, self.kinds, sums=sums)
 
     def _regions(self, node: fx.Node, *, leaving: bool) -> list[Region]:
         return regions_for(
@@ -321,10 +334,20 @@ class Engine:
                 help=(f"leave {owner.path} whole, or call the layer itself",),
             )
         self._traced_backward(call)
-        layouts = self._rule(call)
+        layouts = self._granted(call) or self._rule(call)
         self._random(call, layouts[0])
         self._written(call, layouts[0])
         return ([INVARIANT] if self._gathered(node) else layouts), layouts
+
+    def _granted(self, call: Call) -> list[Layout] | None:
+        """The layout that a fresh or expanded value takes for free; what it expands is copied."""
+        layout = self.result.grants.get(call.node)
+        if layout is None or not grantable(call, layout):
+            return None
+        for value in call.values:
+            if value.grad and value.layout == INVARIANT and call.differentiable:
+                raise needs_copy(call, value, replace(value, layout=layout, name=f"{value.name}, expanded"))
+        return [layout]
 
     def _traced_backward(self, call: Call) -> None:
         """An autograd.Function has a backward of its own, which no trace shows."""
@@ -454,15 +477,31 @@ class Engine:
 
     def _written(self, call: Call, layout: Layout) -> None:
         """An in-place op must leave what it writes with the layout that it had: other names see it too."""
+        if call.name in _RENAMES:  # the elements stay, and other names see them as before
+            return
         for node in call.node.meta["mutates"]:
             had = self.result.layouts[node][0]
-            if had != layout:
+            if had == layout:
+                continue
+            aliases = self._fresh(node) if (had, layout) == (INVARIANT, REPLICATE) else []
+            if not aliases or node in call.node.meta["grads"]:
                 raise Conflict(
                     "AT317",
                     f"{call.name} writes in place, into a tensor that is laid out differently",
                     blame=call.values,
                     notes=tuple(str(v) for v in call.values),
                 )
+            # Without a gradient until now, it is as good as a value with a part of its gradient.
+            for alias in aliases:
+                self._set(alias, [layout], self.origins[alias])
+
+    def _fresh(self, node: fx.Node) -> list[fx.Node]:
+        """The names of one memory, where an op of the forward made it; none where it came from outside."""
+        root = _memory(node)
+        if root.op != "call_function" or root.target is operator.getitem:
+            return []
+        names = [n for n in self.result.layouts if n.op == "call_function" and _memory(n) is root]
+        return names if all(self.result.layouts[n] == [INVARIANT] for n in names) else []
 
     def _random(self, call: Call, layout: Layout) -> None:
         """Random numbers on a shard must differ from rank to rank, on whole values be the same."""
@@ -638,6 +677,19 @@ _LAYERS: dict[str, Callable[[Engine, Call, Placed], tuple[list[Layout], list[Lay
 
 def _same(layout: Layout) -> bool:
     return not isinstance(layout, (Shard, Partial))
+
+
+_RENAMES = ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")  # in their in-place forms
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """The op that made the memory that a value is a view of."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not any(r.alias_info is not None for r in schema.returns):
+            return node
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _spoken(node: fx.Node) -> str:

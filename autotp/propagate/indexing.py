@@ -105,10 +105,10 @@ def _index_select(call: Call) -> Layout:
 
 
 def _index_add(call: Call) -> Layout:
-    """Rows added at whole positions. Sums that are still to come may be added into fresh zeros, too."""
+    """Rows added at whole positions."""
     value, rows = call["self"], call["source"]
     _whole_places(call, [call["index"]])
-    if rows.partial and (value.partial or _fresh_zeros(call, value)):
+    if rows.partial and value.partial:
         return PARTIAL
     not_partial(call)
     if value.shard is None:
@@ -116,16 +116,6 @@ def _index_add(call: Call) -> Layout:
     if normal_dim(call["dim"], value.rank) == value.shard.dim:
         raise over(call, value)
     return _written(call, value, rows, value.shard.dim)
-
-
-def _fresh_zeros(call: Call, value: Value) -> bool:
-    """Zeros that nothing has written to or looked at yet: this call is the first that uses them."""
-    made = getattr(getattr(value.node.target, "_schema", None), "name", "")
-    return (
-        value.whole
-        and made in ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
-        and next(iter(value.node.users)) is call.node
-    )
 
 
 def _elementwise_places(call: Call) -> Layout:

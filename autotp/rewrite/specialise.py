@@ -118,6 +118,8 @@ def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
             return None
         own: _Own = module.__dict__[_KEY]
         how = own.reads[name]
+        if how.shared:
+            return mappings.share(tensor, own.group)
         value = mappings.copy(tensor, own.group) if how.copied else tensor
         return mappings.slice(value, own.group, shard=how.shard) if how.shard is not None else value
 
