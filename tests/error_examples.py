@@ -81,15 +81,6 @@ class Summed(nn.Module):
         return F.gelu(F.linear(F.gelu(self.fc1(x)), self.down))
 
 
-class Overwrites(models.Learned):
-    """Adds, in place, a parameter whose gradient is summed over the ranks to a tensor that has none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.zeros(1)
-        scale.add_(self.scale)
-        return self.fc2(self.fc1(x) * scale)
-
-
 class Experts(nn.Module):
     """Three experts, whose rows one kernel multiplies in groups."""
 
@@ -234,7 +225,7 @@ EXAMPLES: dict[str, Example] = {
     "AT226": _live(GOOD, faults.hooked),
     "AT304": _live(GOOD, Fourier),
     "AT310": _live("rules:\n  fc1: column\n  down: {style: row, dim: 1}\n", Summed),
-    "AT317": _live(GOOD, Overwrites),
+    "AT317": _live(GOOD, faults.Running),
     "AT318": _live(
         "rules:\n  up: {style: column, dim: 2}\n", Experts, inputs=torch.zeros(6, 16, dtype=torch.bfloat16)
     ),

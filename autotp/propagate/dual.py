@@ -185,9 +185,10 @@ def local_call(whole: Propagation, node: fx.Node, rank: int) -> Local:
     )
 
 
-def compare(whole: Propagation, local: Trace, rank: int) -> Finding | None:
-    """The first op where a rank's run is not its part of the whole run."""
-    return _Comparison(whole, rank).run(local)
+def compare(whole: Propagation, local: Trace, rank: int, *, broken: bool = False) -> Finding | None:
+    """The first op where a rank's run is not its part of the whole run; `broken` for a run that raised, of
+    which only the beginning is there."""
+    return _Comparison(whole, rank).run(local, broken=broken)
 
 
 class _Comparison:
@@ -196,7 +197,7 @@ class _Comparison:
         self.rank = rank
         self.ids: dict[fx.Node, Any] = {}
 
-    def run(self, local: Trace) -> Finding | None:
+    def run(self, local: Trace, *, broken: bool) -> Finding | None:
         wanted, got = self.whole.trace.ops(), local.ops()
         for graph in (self.whole.trace.graph, local.graph):
             self._number(graph)
@@ -220,6 +221,8 @@ class _Comparison:
             if finding is not None:
                 return finding
             i, j = i + 1, j + 1
+        if broken:
+            return None
         if any(op_name(n) not in _SILENT for n in (*wanted[i:], *got[j:])):
             node = wanted[i] if i < len(wanted) else got[j]
             return self._finding(
@@ -439,7 +442,11 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def failed(whole: Propagation, error: TraceError, rank: int) -> Finding:
-    """A rank's run that raises although the unsharded one does not."""
+    """A rank's run that raises although the unsharded one does not: where it left the way, or where it
+    raised."""
+    left = compare(whole, error.trace, rank, broken=True) if error.trace is not None else None
+    if left is not None:
+        return left
     found = finding_in(
         whole,
         error.module,

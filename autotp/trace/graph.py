@@ -22,14 +22,22 @@ class TraceError(Exception):
     """The forward raised while it was recorded; `module` and `source` say where.
 
     `dynamic` is True where the forward asked for the value of a tensor, which a recording does not have;
-    `ops` is how many ops had run.
+    `ops` is how many ops had run, `trace` what was recorded of them.
     """
 
     def __init__(
-        self, message: str, module: str, source: Span | None, *, dynamic: bool = False, ops: int = 0
+        self,
+        message: str,
+        module: str,
+        source: Span | None,
+        *,
+        dynamic: bool = False,
+        ops: int = 0,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__(message)
         self.ops = ops
+        self.trace = trace
         self.module = module
         self.source = source
         self.dynamic = dynamic

@@ -207,8 +207,9 @@ if MISSING is None:
             path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             return TraceError(
-                text, path, error_span(error), dynamic=_is_dynamic(error), ops=len(self.trace.ops())
-            )
+                text, path, error_span(error),
+                dynamic=_is_dynamic(error), ops=len(self.trace.ops()), trace=self.trace,
+            )  # fmt: skip
 
         def paused(self, function: Callable[..., Any], *args: Any) -> Any:
             """Run what is no part of the model's forward."""
