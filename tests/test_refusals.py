@@ -95,6 +95,7 @@ def test_shard_and_verify_raise_and_touch_nothing(name):
     [
         (models.MLP, {"fc1": "column", "fc2": "row"}, 2),
         (models.Twice, {"fc1": "column", "fc2": "row"}, 3),
+        (models.Fresh, {"fc1": "column", "fc2": "row"}, 3),
         (models.Dropped, {"fc1": "column", "fc2": "row"}, 2),
         (models.FusedGate, {"gate_up": {"style": "column", "sections": 2}, "down": "row"}, 4),
         (models.llama, "llama", 2),
