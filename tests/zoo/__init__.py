@@ -1,0 +1,1 @@
+"""The zoo: `"auto"` on a tiny random model of every causal-LM architecture of transformers; `make zoo`."""

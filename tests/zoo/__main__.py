@@ -1,0 +1,100 @@
+"""`python -m tests.zoo`: every architecture, each in a process of its own, and docs/coverage.md.
+
+Results are kept in .zoo/, one file each; a second run goes on where the first one stopped, and tries anew
+what an older state of the sources gave. `--keep` takes old results, too; `--only` tries some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import resource
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.zoo.build import architectures
+from tests.zoo.report import report
+from tests.zoo.trial import Result, attempt, from_data
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".zoo"
+SECONDS = 900  # for one architecture
+MEMORY = 8 << 30
+
+
+def sources() -> str:
+    """A digest of what decides a result: the sources and the versions."""
+    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for file in sorted([*(ROOT / "autotp").rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
+        if file.name not in ("report.py", "__main__.py"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def known(kind: str, tp: int, state: str | None) -> Result | None:
+    """The result of an earlier run; of any state when `state` is None."""
+    file = CACHE / f"{kind}-{tp}.json"
+    if not file.exists():
+        return None
+    data = json.loads(file.read_text())
+    return from_data(data["result"]) if state in (None, data["state"]) else None
+
+
+def tried(kind: str, tp: int) -> Result:
+    """The result of a process of its own, which may die or take too long."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, kind, tp))
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv() if ours.poll(SECONDS) else Result(kind, tp, "foreign", f"more than {SECONDS} s")
+    except EOFError:
+        result = Result(kind, tp, "foreign", "the process died")
+    process.kill() if process.is_alive() and not result.seconds else None
+    process.join()
+    return result
+
+
+def _child(pipe: object, kind: str, tp: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    pipe.send(attempt(kind, tp))  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Run what is asked for, and write the report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo")
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--only", nargs="+", default=None)
+    parser.add_argument("--keep", action="store_true", help="take results of older sources, too")
+    parser.add_argument(
+        "--again", nargs="+", default=[], help="try results that ended so anew: refused wrong"
+    )
+    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "coverage.md")
+    chosen = parser.parse_args()
+    CACHE.mkdir(exist_ok=True)
+    state, results = sources(), []
+    for tp in chosen.tp:
+        for kind in chosen.only or architectures():
+            result = known(kind, tp, None if chosen.keep else state)
+            if result is None or result.end in chosen.again:
+                result = tried(kind, tp)
+                data = {"state": state, "result": result.to_data()}
+                (CACHE / f"{kind}-{tp}.json").write_text(json.dumps(data, indent=1))
+                why = result.why.splitlines()[0] if result.why else ""
+                print(
+                    f"{kind} tp {tp}: {result.end} {result.fraction:.0%} {result.seconds} s {why}", flush=True
+                )
+            results.append(result)
+    if chosen.only is None:
+        chosen.report.write_text(report(results), encoding="utf-8")
+        print(f"wrote {chosen.report}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""docs/coverage.md: what `"auto"` makes of every architecture, in tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+import transformers
+
+from tests.zoo.trial import Result
+
+__all__ = ["report"]
+
+MOST = 0.9  # of the matrix bytes
+# Measured with transformers 5.18.0 on the same architectures at world size 2, float32, tolerance 1e-4.
+TRANSFORMERS = (
+    ("sharded beyond the head, and right", 77),
+    ("no plan: the whole model on every rank, silently", 67),
+    ("only the head sharded", 17),
+    ("crash", 9),
+    ("silently wrong", 1),
+)
+
+
+def report(results: Sequence[Result]) -> str:
+    """The page, as Markdown."""
+    return "\n".join([*_head(results), *_refused(results), *_whole(results), *_table(results)]) + "\n"
+
+
+def _head(results: Sequence[Result]) -> Iterator[str]:
+    yield "# Coverage"
+    yield ""
+    yield (
+        'What the plan `"auto"` makes of a tiny random model of every causal-LM architecture of transformers '
+        f"{transformers.__version__} with torch {torch.__version__.partition('+')[0]}: `make zoo` writes this page. "
+        "Every rank is run in one process, and outputs and every gradient are compared with the unsharded model "
+        "in float64 (float32 where a model does not run in float64, or computes in float32 inside)."
+    )
+    yield ""
+    sizes = sorted({r.tp for r in results})
+    built = {tp: [r for r in results if r.tp == tp and r.end != "unbuilt"] for tp in sizes}
+    yield f"| | {' | '.join(f'tp {tp}' for tp in sizes)} |"
+    yield f"|---{'|---' * len(sizes)}|"
+    rows = {
+        "architectures that build": lambda r: True,
+        "exact": lambda r: r.end == "exact",
+        "exact, with more than embedding and head sharded": lambda r: r.end == "exact" and r.beyond,
+        "exact, with at least 90 % of the matrix bytes sharded": lambda r: (
+            r.end == "exact" and r.fraction >= MOST
+        ),
+        "exact with call-site edits": lambda r: r.end == "exact" and r.edits > 0,
+        "refused, with a message": lambda r: r.end == "refused",
+        "wrong": lambda r: r.end == "wrong",
+        "another exception than autotp's": lambda r: r.end == "foreign",
+    }
+    for name, test in rows.items():
+        yield f"| {name} | {' | '.join(str(sum(map(test, built[tp]))) for tp in sizes)} |"
+    yield ""
+    yield 'Beside them transformers\' own `tp_plan="auto"`, of 171 architectures at world size 2:'
+    yield ""
+    yield "| | architectures |"
+    yield "|---|---|"
+    for name, count in TRANSFORMERS:
+        yield f"| {name} | {count} |"
+    yield ""
+
+
+def _refused(results: Sequence[Result]) -> Iterator[str]:
+    bad = [r for r in results if r.end in ("refused", "wrong", "foreign")]
+    yield "## Not exact, and why"
+    yield ""
+    if not bad:
+        yield "None."
+    for result in bad:
+        yield f"- {result.kind}, tp {result.tp}, {result.end}: {_plain(result.why)}"
+    yield ""
+    unbuilt = sorted({(r.kind, _plain(r.why)) for r in results if r.end == "unbuilt"})
+    if unbuilt:
+        yield "No tiny model is built of these:"
+        yield ""
+        yield from (f"- {kind}: {why}" for kind, why in unbuilt)
+        yield ""
+
+
+def _whole(results: Sequence[Result]) -> Iterator[str]:
+    """The reasons for which matrices of exact models stay whole, by how many models have them."""
+    yield "## What stays whole, by reason"
+    yield ""
+    yield "At the smallest tp; how many architectures have at least one such matrix of 1 % of their bytes."
+    yield ""
+    smallest = min((r.tp for r in results), default=0)
+    reasons: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for result in results:
+        total = sum(nbytes for _, nbytes, _ in result.whole) / max(1e-9, 1 - result.fraction)
+        told = {why for _, nbytes, why in result.whole if nbytes >= 0.01 * total}
+        for why in told if result.tp == smallest else ():
+            message, _, place = why.partition(" (")
+            short = _general(message)
+            reasons[short] += 1
+            examples.setdefault(short, f"{result.kind}, {place.rstrip(')')}" if place else result.kind)
+    yield "| architectures | reason | such as |"
+    yield "|---|---|---|"
+    for reason, count in reasons.most_common(40):
+        yield f"| {count} | {_plain(reason)} | {examples[reason]} |"
+    yield ""
+
+
+def _table(results: Sequence[Result]) -> Iterator[str]:
+    yield "## Every architecture"
+    yield ""
+    yield (
+        "Share: of the matrix bytes. Collectives of one rank: forward / backward of the traced forward. Edits: "
+        "changed lines of the model's code. Difference: of outputs / of gradients (relative)."
+    )
+    yield ""
+    yield "| architecture | tp | | share | collectives | edits | difference | tolerance |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for r in sorted(results, key=lambda r: (r.kind, r.tp)):
+        if r.end == "unbuilt":
+            continue
+        forward, backward = (sum(r.collectives.get(p, {}).values()) for p in ("forward", "backward"))
+        numbers = f"{r.output:.0e} / {r.gradient:.0e} | {r.tolerance:.0e}" if r.tolerance else " | "
+        yield (
+            f"| {r.kind} | {r.tp} | {r.end} | {r.fraction:.1%} | {forward} / {backward} | {r.edits or ''} | {numbers} |"
+        )
+
+
+def _general(message: str) -> str:
+    """A message without the numbers and names of one model."""
+    words = [
+        "…" if "." in word.strip(":,.") or any(c.isdigit() for c in word) else word
+        for word in message.split()
+    ]
+    return " ".join(words)
+
+
+def _plain(text: str) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return first.replace("|", "\\|")

@@ -1,0 +1,118 @@
+"""One architecture of the zoo: derive a plan, prove it, run every rank, compare outputs and gradients."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from autotp.cost import collapsed
+from autotp.decide import derive_with_proof
+from autotp.diagnostic import AutotpError, errors
+from autotp.verification import compare
+from tests.zoo.build import build
+
+__all__ = ["ENDS", "Result", "attempt", "from_data"]
+
+# exact: the numbers are the unsharded model's · refused: with a message · wrong: other numbers
+# foreign: another exception than autotp's · unbuilt: there is no tiny model of it
+ENDS = ("exact", "refused", "wrong", "foreign", "unbuilt")
+
+
+@dataclass
+class Result:
+    """How one architecture ended on `tp` ranks.
+
+    `fraction` is the share of matrix bytes that is sharded, `beyond` whether more than embeddings and heads
+    is. `collectives` are those of one rank's forward and backward. `whole` are (collapsed name, bytes, why).
+    """
+
+    kind: str
+    tp: int
+    end: str
+    why: str = ""
+    fraction: float = 0.0
+    beyond: bool = False
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
+    output: float = 0.0
+    gradient: float = 0.0
+    tolerance: float = 0.0
+    edits: int = 0
+    seconds: float = 0.0
+    whole: list[tuple[str, int, str]] = field(default_factory=list)
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data, for the cache."""
+        return asdict(self)
+
+
+def from_data(data: dict[str, Any]) -> Result:
+    """The result that `to_data` gave."""
+    return Result(**data | {"whole": [tuple(one) for one in data["whole"]]})
+
+
+def attempt(kind: str, tp: int) -> Result:
+    """Try an architecture; whatever is raised is in the result."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    try:
+        model = build(kind)
+    except Exception as error:
+        return Result(kind, tp, "unbuilt", _said(error))
+    result = Result(kind, tp, "foreign")
+    try:
+        _run(model, result)
+    except AutotpError as error:
+        result.end, result.why = "refused", str(error)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        result.why = f"{_said(error)} ({last.filename.rpartition('/')[2]}:{last.lineno})"
+    result.seconds = round(time.perf_counter() - started, 1)
+    return result
+
+
+def _run(model: Any, result: Result) -> None:
+    analysis, _, derived = derive_with_proof(model, tp=result.tp)
+    found: dict[tuple[str, str], int] = {}
+    for reason in derived.whole:
+        where = f" ({reason.source})" if reason.source is not None else ""
+        key = (collapsed(reason.name), reason.message + where)
+        found[key] = found.get(key, 0) + reason.nbytes
+    result.whole = [(name, nbytes, why) for (name, why), nbytes in sorted(found.items(), key=lambda i: -i[1])]
+    result.fraction = analysis.sharded_fraction
+    if not analysis.ok:
+        first = errors(analysis.diagnostics)[0]
+        result.end, result.why = "refused", first.render()
+        return
+    ends = {id(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    matrices = {name for name, cut in analysis.layouts.items()}
+    result.beyond = any(
+        id(owner) not in ends
+        for path, owner in model.named_modules()
+        for key in owner._parameters
+        if f"{path}.{key}" in matrices
+        and owner._parameters[key] is not None
+        and owner._parameters[key].dim() > 1
+    )
+    result.edits = sum(
+        line.startswith("+") and not line.startswith("+++") for line in analysis.edits.splitlines()
+    )
+    checked = compare(model, analysis, inputs=None, weights="random", dtype=None)
+    result.end = "exact" if checked.ok else "wrong"
+    result.why = "" if checked.ok else str(checked)
+    result.output, result.gradient = checked.max_output_diff, checked.max_grad_diff
+    result.tolerance = checked.tolerance
+    if checked.collectives:
+        result.collectives = {phase: dict(counts) for phase, counts in checked.collectives[0].items()}
+
+
+def _said(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
