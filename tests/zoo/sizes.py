@@ -31,10 +31,11 @@ _NAMES: dict[int, str] = {
         attention_chunk_size sliding_window attention_window_size sliding_window_size""",
     24: "qk_head_dim",
     32: "q_lora_rank moe_latent_size dt_rank image_size img_size input_size",
-    64: """hidden_size d_model n_embd dim embed_dim embedding_size model_dim emb_dim projection_dim
-        embedding_dim d_embed hidden_dim projection_size decoder_hidden_size out_hidden_size output_dim text_hidden_size
-        encoder_hidden_size input_dim output_hidden_size proj_dim hidden_size_per_layer_input d_embedding
-        lru_width word_embed_proj_dim latent_size width embed_size dim_model moe_intermediate_size
+    64: """hidden_size d_model n_embd dim embed_dim embedding_size model_dim emb_dim
+        projection_dim embedding_dim d_embed hidden_dim projection_size decoder_hidden_size
+        out_hidden_size output_dim text_hidden_size encoder_hidden_size input_dim
+        output_hidden_size proj_dim hidden_size_per_layer_input d_embedding lru_width
+        word_embed_proj_dim latent_size width embed_size dim_model moe_intermediate_size
         expert_intermediate_size moe_ffn_hidden_size expert_ffn_hidden_size moe_dim""",
     VOCABULARY: """vocab_size text_vocab_size vocab_size_per_layer_input decoder_vocab_size
         encoder_vocab_size""",
