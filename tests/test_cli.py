@@ -1,11 +1,13 @@
 """The command line as users meet it: what it prints, where, and how it exits."""
 
+import importlib
 import json
 import os
 import pty
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -699,6 +701,58 @@ def test_a_dry_run_writes_nothing(mlp):
     assert sorted(os.listdir()) == before
 
 
+def test_some_ranks_alone(mlp):
+    arguments = ("--plan", "mlp.yaml", "--tp", 4, "--check", "shapes")
+    code, out, _ = run("convert", mlp, "out", *arguments, "--ranks", "0-1,3")
+    assert code == 0 and "wrote out: 3 files, " in out
+    assert sorted(p.name for p in Path("out").iterdir()) == [
+        "autotp.json", "rank-0-of-4", "rank-1-of-4", "rank-3-of-4",
+    ]  # fmt: skip
+    assert run("convert", mlp, "all", *arguments)[0] == 0
+    code, out, _ = run("reshard", "all", "again", "--tp", 2, "--check", "shapes", "--ranks", "1")
+    assert code == 0 and sorted(p.name for p in Path("again").iterdir()) == ["autotp.json", "rank-1-of-2"]
+    for wrong in ("", "x", "3-1", "1-", "0;1", "-1", "1" * 9):
+        code, _, err = run("convert", mlp, "x", *arguments, "--ranks", wrong)
+        assert (code, err) == (2, f"error: --ranks is a list such as 0-3 or 0,2,5, not {wrong!r}\n")
+    code, _, err = run("convert", mlp, "x", *arguments, "--ranks", "2-4")
+    assert (code, err) == (2, "error: ranks are from 0 to 3 for tp=4, not [2, 3, 4]\n")
+
+
+def test_a_dry_run_says_whether_it_fits_the_disk(mlp, monkeypatch):
+    monkeypatch.setattr(
+        importlib.import_module("autotp.checkpoint.convert"), "free_bytes", lambda target: 100
+    )
+    arguments = ("convert", mlp, "out", "--plan", "mlp.yaml", "--tp", 2, "--check", "shapes")
+    code, out, err = run(*arguments, "--dry-run")
+    assert (code, err) == (1, "")
+    size = sum(int(line.split()[1]) for line in out.splitlines()[1:3])
+    assert out.splitlines()[-2:] == [
+        f"would write out: 2 files, {size} B (100 B are free)",
+        f"it does not fit: {size - 100} B more are needed",
+    ]
+    code, _, err = run(*arguments)
+    assert (code, err) == (2, f"error: out: needs {size} bytes, and 100 are free\n")
+
+
+@pytest.mark.parametrize("command", ["convert", "reshard"])
+def test_a_model_of_ones_own_to_prove_the_plan_on(mlp, here, command):
+    (here / "own.py").write_text(
+        "import torch\nclass MLP(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.fc1, self.fc2 = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)\n"
+        "    def forward(self, x):\n        return self.fc2(self.fc1(x).relu())\n"
+        "def make():\n    return MLP(), torch.zeros(3, 4)\n"
+    )
+    plan = ("--plan", "mlp.yaml")
+    assert run("convert", mlp, "out", *plan, "--tp", 4, "--check", "shapes")[0] == 0
+    source, options = ("out", ()) if command == "reshard" else (mlp, plan)
+    code, out, err = run(command, source, "again", *options, "--tp", 2, "--model", "own:make")
+    assert code == 0, err
+    assert out.splitlines()[0].endswith(", tp 2, layouts proven")
+    code, _, err = run(command, source, "x", *options, "--tp", 2, "--model", "own")
+    assert (code, err) == (2, "error: --model is package.module:factory, not 'own'\n")
+
+
 @pytest.mark.slow
 def test_convert_proves_unless_told_otherwise(here):
     bert_checkpoint(here / "bert", **TINY_BERT)
@@ -852,8 +906,21 @@ def test_progress_in_plain_lines(capsys):
         tell(1024, 1024, "two.safetensors")
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.splitlines()[:-1] == ["  0%  one.safetensors", " 75%  two.safetensors"]
+    assert said.err.splitlines()[:-1] == [
+        "  0%  one.safetensors",
+        " 25%  one.safetensors",
+        " 50%  one.safetensors",
+        " 75%  two.safetensors",
+        "100%  two.safetensors",
+    ]
     assert said.err.splitlines()[-1].startswith("converted 1.0 KiB in 0.0 s, ")
+
+
+def test_the_rate_is_that_of_the_bytes_alone(capsys):
+    with progress("converted") as tell:
+        time.sleep(0.3)  # a proof
+        tell(1024, 1024, "one.safetensors")
+    assert " in 0.0 s, " in capsys.readouterr().err
 
 
 def test_no_rate_is_said_where_nothing_was_done(capsys):
