@@ -12,10 +12,13 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autotp
@@ -51,7 +54,7 @@ def outcome(made: Sentence, *, every_mode: bool = False) -> tuple[str, str]:
     found = simulate(made.tp, rank)
     for number, (outputs, gradients, _) in enumerate(found):
         worst = max([worst, *(far(a, b) for a, b in zip(wanted[0], outputs, strict=True))])
-        largest = max((float(g.abs().max()) for g in wanted[1].values()), default=1.0)
+        largest = max([1.0, *(float(g.abs().max()) for g in wanted[1].values())])
         assert gradients.keys() == wanted[1].keys(), gradients.keys() ^ wanted[1].keys()
         for name, gradient in gradients.items():
             whole = part(wanted[1][name], analysis, name, number)
@@ -59,6 +62,11 @@ def outcome(made: Sentence, *, every_mode: bool = False) -> tuple[str, str]:
     if not worst <= TOLERANCE:
         return "WRONG", f"off by {worst:.1e}"
     return "exact" if analysis.layouts and any(calls for *_, calls in found) else "whole", ""
+
+
+def fault(made: Sentence, end: str, words: str) -> bool:
+    """Whether that end must not be: a wrong number, a right plan refused, an error of ours in a rule."""
+    return end == "WRONG" or (made.right and end == "refused") or "does not know" in words
 
 
 def run(model: nn.Module, made: Sentence) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -115,28 +123,80 @@ class _Counted:
         return self
 
 
+@dataclass
+class Counts:
+    """What examples ended in; of the accepted ones, how many hold each production."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    productions: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, made: Sentence, end: str, words: str) -> None:
+        self.ends[end] += 1
+        self.productions.update(made.productions if end == "exact" else ())
+        self.codes.update([words[6:11]] if end == "refused" else [])
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{p} {self.productions[p] / self.ends['exact']:.0%}" for p in PRODUCTIONS)
+        codes = ", ".join(f"{code} {count}" for code, count in self.codes.most_common())
+        return f"{dict(self.ends)}\nof the exact ones: {shares}\nrefused by: {codes}"
+
+
+class _Drawn:
+    """Choices that hypothesis makes, and can shrink."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+
+    def choice(self, seq: Any, /) -> Any:
+        return seq[self._data.draw(st.integers(0, len(seq) - 1))]
+
+
+@pytest.mark.slow
+def test_random_modules_are_refused_or_exact(capsys):
+    counts = Counts()
+
+    @settings(max_examples=2000, deadline=None, derandomize=True, database=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.data())
+    def hold(data: st.DataObject) -> None:
+        choose = _Drawn(data)
+        made = sentence(choose)
+        end, words = outcome(made, every_mode=choose.choice(range(20)) == 0)
+        counts.add(made, end, words)
+        assert not fault(made, end, words), f"{end}\n{made}\n{words}"
+
+    hold()
+    with capsys.disabled():
+        print(f"\n{counts}")
+    assert counts.ends.total() >= 2000
+    assert counts.ends["exact"] >= 0.4 * counts.ends.total()
+    assert [p for p in PRODUCTIONS if counts.productions[p] < 0.05 * counts.ends["exact"]] == []
+
+
+def test_some_random_modules_are_refused_or_exact():
+    counts = Counts()
+    for seed in range(40):
+        made = sentence(random.Random(seed))
+        end, words = outcome(made)
+        counts.add(made, end, words)
+        assert not fault(made, end, words), f"{end}\n{made}\n{words}"
+    assert counts.ends["exact"] >= 12 and counts.ends["refused"] >= 12
+
+
 def hunt(first: int, count: int) -> None:
     """Print what many seeds end in, and every fault with its module and plan."""
-    ends: Counter[str] = Counter()
-    accepted: Counter[str] = Counter()
-    said: Counter[str] = Counter()
+    counts = Counts()
     for seed in range(first, first + count):
         made = sentence(random.Random(seed))
         try:
-            end, words = outcome(made)
+            end, words = outcome(made, every_mode=seed % 20 == 0)
         except Exception:
-            end, words = "FAULT", traceback.format_exc()
-        fault = end in ("WRONG", "FAULT") or (made.right and end == "refused") or "does not know" in words
-        ends[end] += 1
-        if end == "exact":
-            accepted.update(made.productions)
-        if fault:
+            end, words = "error", traceback.format_exc()
+        counts.add(made, end, words)
+        if end == "error" or fault(made, end, words):
             print(f"==== seed {seed}: {end}\n{made}\n{words}", flush=True)
-        elif end == "refused":
-            said[words[6:11]] += 1
-    total = max(1, ends["exact"])
-    print(dict(ends), dict(said.most_common()))
-    print({p: f"{accepted[p] / total:.0%}" for p in PRODUCTIONS})
+    print(counts)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import autotp
 from autotp.comm import simulate
 from tests import models
+from tests.wrong_models import PerHead
 
 PLAN = {"fc1": "column", "fc2": "row"}
 
@@ -112,3 +113,11 @@ def test_an_optimizer_step_keeps_it_equal_on_all_ranks():
 
     first, second = simulate(2, rank)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rules", [{}, {"table": "replicate", "scale": "replicate", "sinks": "replicate"}])
+def test_what_each_head_has_is_read_in_parts_though_it_stays_whole(rules):
+    plan = {n: {"style": "column", "heads": 3} for n in "qkv"} | {"out": "row"} | rules
+    analysis = autotp.analyze(PerHead(), plan, tp=2)
+    assert {read.name for read in analysis.reads if read.shard} == {"table.weight", "scale", "sinks"}
+    assert autotp.verify(PerHead(), plan, tp=2).ok

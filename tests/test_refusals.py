@@ -18,8 +18,14 @@ import autotp
 from autotp.comm import simulate
 from autotp.diagnostic import render
 from tests import models
+from tests import wrong_models as wrong
 
 FOLDER = Path(__file__).parent / "refusals"
+
+
+def between(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    return lambda: models.MLP(between=function)
+
 
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "softmax": (lambda: models.MLP(between=models.softmax), 2),
@@ -50,6 +56,33 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "mixed_dropout": (models.Mixed, 2),
     "unused": (models.Unused, 2),
     "in_place": (models.InPlace, 2),
+    "std": (between(lambda h: h / h.std(-1, keepdim=True)), 2),
+    "topk": (between(lambda h: h * (h >= h.topk(3, -1).values[..., -1:])), 2),
+    "argmax": (between(lambda h: h * h.argmax(-1, keepdim=True)), 2),
+    "sort": (between(lambda h: h.sort(-1).values), 2),
+    "roll": (between(lambda h: h.roll(1, -1)), 2),
+    "cummax": (between(lambda h: h.cummax(-1).values), 2),
+    "normalise": (between(lambda h: torch.nn.functional.normalize(h, dim=-1)), 2),
+    "gram": (between(lambda h: (h @ h.mT).softmax(-1) @ h), 2),
+    "mean_by_hand": (between(wrong.mean_by_hand), 2),
+    "feature_positions": (between(wrong.positions), 2),
+    "interleaved_as_sections": (lambda: wrong.Fused(wrong.interleaved), 3),
+    "sections_as_interleaved": (lambda: wrong.Fused(wrong.sections), 3),
+    "split_across": (lambda: wrong.Fused(wrong.by_size), 3),
+    "slice_across": (wrong.Sliced, 2),
+    "view_across_sections": (wrong.Viewed, 2),
+    "bias_in_the_sum": (wrong.Biased, 2),
+    "residual_in_the_sum": (wrong.Residual, 2),
+    "activation_of_a_sum": (wrong.Activated, 2),
+    "local_slopes": (lambda: wrong.Alibi(wrong.local_slopes), 3),
+    "tied_two_ways": (wrong.Tied, 2),
+    "scale_over_heads": (lambda: wrong.PerHead(whole=True), 3),
+    "heads_mixed": (wrong.Tiled, 2),
+    "one_mask": (wrong.OneMask, 2),
+    "unseen": (wrong.Unseen, 2),
+    "norm_of_the_projection": (wrong.NormedHeads, 2),
+    "fewer_heads_declared": (wrong.FewHeads, 4),
+    "fewer_heads": (wrong.FewHeads, 4),
 }
 
 
@@ -59,6 +92,7 @@ def test_message(name):
     plan = autotp.Plan.load(FOLDER / f"{name}.yaml")
     model = factory()
     inputs = torch.zeros(5, model.fc1.in_features) if isinstance(model, models.MLP) else None
+    inputs = torch.zeros(5, 7, 16) if isinstance(model, wrong.Raw) else inputs
     analysis = autotp.analyze(model, plan, tp=tp, inputs=inputs)
     assert not analysis.ok
     text = render(d for d in analysis.diagnostics if d.severity == "error") + "\n"

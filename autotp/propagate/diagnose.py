@@ -29,6 +29,7 @@ def rule_line(pattern: str, rule: Rule, **changes: object) -> str:
     'fc1: {style: column, gather_output: true}'
     """
     options = {k: v for k, v in rule.model_dump().items() if v not in (None, False)} | changes
+    options = {k: v for k, v in options.items() if v is not None}
     if set(options) == {"style"}:
         return f"{pattern}: {options['style']}"
     return f"{pattern}: {{{', '.join(f'{k}: {_word(v)}' for k, v in options.items())}}}"
@@ -126,8 +127,13 @@ def _remedies(
         help.append(f"if the layer is a fusion of N equal parts: `{parts}`")
         return help
     elif code == "AT309" and placed:
-        line = rule_line(placed[0].pattern, placed[0].rule, sections=_sections(finding))
-        help.append(f"a fused layer is cut part by part: `{line}`")
+        parts, given = _sections(finding), placed[0].rule
+        if given.sections == parts:
+            line = rule_line(placed[0].pattern, given, sections=None)
+            help.append(f"if its parts stand side by side in each head, heads alone are dealt: `{line}`")
+        else:
+            line = rule_line(placed[0].pattern, given, sections=parts)
+            help.append(f"a fused layer is cut part by part: `{line}`")
         return help
     elif code == "AT314" and own is not None and gathered:
         help.append(f"if it should follow {columns[0].path}, make it a row layer: `{own.pattern}: row`")

@@ -196,4 +196,18 @@ def whole(w: Writer, x: str, n: int) -> str:
     return on_whole(w, w.layer(x, n, n, w.one(None, "replicate")), n)
 
 
-BLOCKS = (mlp, mlp, gated, fused, attention, attention, grouped, raw, experts, gathered, shared, tied, whole)
+BLOCKS = (
+    mlp,
+    shared,
+    gated,
+    fused,
+    attention,
+    attention,
+    grouped,
+    raw,
+    experts,
+    gathered,
+    shared,
+    tied,
+    whole,
+)

@@ -26,8 +26,6 @@ class Chooser(Protocol):
 
     def choice(self, seq: Sequence[T], /) -> T: ...
 
-    def random(self) -> float: ...
-
 
 @dataclass(frozen=True)
 class Sentence:
@@ -112,7 +110,7 @@ class Writer:
         return self.choose.choice(options)
 
     def maybe(self, chance: float) -> bool:
-        return self.choose.random() < chance
+        return self.choose.choice(range(100)) < 100 * chance
 
     def strays(self) -> bool:
         """Whether to write something that is wrong on a shard here."""
