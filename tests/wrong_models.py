@@ -12,6 +12,21 @@ from torch import Tensor, nn
 from tests.models import MLP, FusedGate, Opt
 
 
+# Functions of the features between a column and a row layer.
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "std": lambda h: h / h.std(-1, keepdim=True),
+    "topk": lambda h: h * (h >= h.topk(3, -1).values[..., -1:]),
+    "argmax": lambda h: h * h.argmax(-1, keepdim=True),
+    "sort": lambda h: h.sort(-1).values,
+    "roll": lambda h: h.roll(1, -1),
+    "cummax": lambda h: h.cummax(-1).values,
+    "normalise": lambda h: F.normalize(h, dim=-1),
+    "gram": lambda h: (h @ h.mT).softmax(-1) @ h,
+    "mean_by_hand": lambda h: h - (h.sum(-1) / h.shape[-1])[..., None],
+    "feature_positions": lambda h: h * torch.arange(h.shape[-1]),
+}
+
+
 class Fused(nn.Module):
     """Attention with q, k and v in one layer, taken apart by `split`."""
 
@@ -108,15 +123,6 @@ class Alibi(nn.Module):
 def local_slopes(q: Tensor) -> Tensor:
     """As many slopes as there are heads here: every rank would take the first ones."""
     return 2.0 ** -torch.arange(1, q.shape[1] + 1)
-
-
-def positions(h: Tensor) -> Tensor:
-    """Numbers by the position of a feature."""
-    return h * torch.arange(h.shape[-1])
-
-
-def mean_by_hand(h: Tensor) -> Tensor:
-    return h - (h.sum(-1) / h.shape[-1])[..., None]
 
 
 class Tied(nn.Module):
