@@ -199,7 +199,6 @@ EXAMPLES: dict[str, Example] = {
         'autotp.Plan(rules={"fc1": "column"}).to_transformers()',
         lambda: Plan(rules={"fc1": "column"}).to_transformers(),
     ),
-    "AT203": _matched("rules:\n  q_proj: {style: column, heads: num_attention_heads}\n", ATTENTION, 4),
     "AT204": _matched("rules:\n  fc1: {style: column, heads: 5}\n", MLP),
     "AT205": _matched("rules:\n  fc1: {style: column, heads: num_heads}\n", MLP),
     "AT206": _matched("rules:\n  fc1: vocab\n", MLP),
@@ -208,7 +207,6 @@ EXAMPLES: dict[str, Example] = {
         "rules:\n  mlp.fc1: column\n  layers.*.*.fc1: row\n", model(linear("layers.0.mlp.fc1", 8, 8))
     ),
     "AT209": _matched("rules:\n  fc1: column\n  fc1.bias: replicate\n", MLP),
-    "AT210": _matched("rules:\n  embed: vocab\n  head: {style: row, split_input: true}\n", TIED),
     "AT211": _matched("rules:\n  embed: vocab\n", TIED),
     "AT212": _matched("rules:\n  fc1: row\n  mlp.fc1: column\n", model(linear("mlp.fc1", 8, 8))),
     "AT213": _matched("rules:\n  fc1: column\n  act: column\n", replace(MLP, paths=(*MLP.paths, "act"))),
@@ -249,6 +247,3 @@ EXAMPLES: dict[str, Example] = {
     ),
     "AT420": Example("# the checkpoint's fc1.weight is [35, 16]\n", _other_weights),
 }
-
-# A tensor that torch does not hand to the recorder: no plan and no model of plain torch provokes it.
-UNPROVOKED = {"AT321"}

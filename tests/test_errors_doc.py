@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from autotp.codes import CODES, meaning
-from tests.error_examples import EXAMPLES, UNPROVOKED
+from tests.error_examples import EXAMPLES
 from tests.test_cli import run
 
 ROOT = Path(__file__).parent.parent
@@ -81,9 +81,8 @@ def sections() -> Iterator[str]:
             title, words = CHAPTERS[chapter]
             yield f"## {title}\n\n{words}\n"
         yield f"### {code}\n\n{about.means}\n"
-        if code not in UNPROVOKED:
-            shown, language, finding = files.get(code) or live_example(code)
-            yield f"```{language}\n{shown.rstrip()}\n```\n\n```text\n{finding}\n```\n"
+        shown, language, finding = files.get(code) or live_example(code)
+        yield f"```{language}\n{shown.rstrip()}\n```\n\n```text\n{finding}\n```\n"
         yield f"Remedy: {about.remedy}\n"
 
 
@@ -149,9 +148,8 @@ def test_the_tables_of_the_sources_name_known_codes_once(name):
 
 def test_every_code_has_an_example_and_only_one_place_for_it():
     files = set(file_examples())
-    assert files | set(EXAMPLES) | UNPROVOKED == set(CODES)
+    assert files | set(EXAMPLES) == set(CODES)
     assert not files & set(EXAMPLES)
-    assert not (files | set(EXAMPLES)) & UNPROVOKED
 
 
 @pytest.mark.parametrize("code", EXAMPLES)

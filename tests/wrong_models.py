@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.models import MLP, FusedGate, Opt
 
-
 # Functions of the features between a column and a row layer.
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "std": lambda h: h / h.std(-1, keepdim=True),
