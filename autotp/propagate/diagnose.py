@@ -127,12 +127,13 @@ def _remedies(
         help.append(f"if the layer is a fusion of N equal parts: `{parts}`")
         return help
     elif code == "AT309" and placed:
-        parts, given = _sections(finding), placed[0].rule
-        if given.sections == parts:
+        given = placed[0].rule
+        found = _sections(finding)
+        if given.sections == found:
             line = rule_line(placed[0].pattern, given, sections=None)
             help.append(f"if its parts stand side by side in each head, heads alone are dealt: `{line}`")
         else:
-            line = rule_line(placed[0].pattern, given, sections=parts)
+            line = rule_line(placed[0].pattern, given, sections=found)
             help.append(f"a fused layer is cut part by part: `{line}`")
         return help
     elif code == "AT314" and own is not None and gathered:
