@@ -222,7 +222,6 @@ EXAMPLES: dict[str, Example] = {
     "AT224": _unsupported("autotp.shard(nn.Sequential(nn.LazyLinear(8)), plan)", _lazy),
     "AT226": _live(GOOD, faults.hooked),
     "AT304": _live(GOOD, Fourier),
-    "AT310": _live("rules:\n  fc1: column\n  down: {style: row, dim: 1}\n", Summed),
     "AT318": _live(
         "rules:\n  up: {style: column, dim: 2}\n", Experts, inputs=torch.zeros(6, 16, dtype=torch.bfloat16)
     ),

@@ -62,7 +62,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "split_across": (lambda: wrong.Fused(wrong.by_size), 3),
     "slice_across": (wrong.Sliced, 2),
     "view_across_sections": (wrong.Viewed, 2),
-    "bias_in_the_sum": (wrong.Biased, 2),
     "residual_in_the_sum": (wrong.Residual, 2),
     "activation_of_a_sum": (wrong.Activated, 2),
     "local_slopes": (lambda: wrong.Alibi(wrong.local_slopes), 3),

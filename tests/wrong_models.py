@@ -84,13 +84,6 @@ class Raw(nn.Module):
         return self.after(F.gelu(x @ self.w1.T) @ self.w2.T, self.bias, x)
 
 
-class Biased(Raw):
-    """The bias of a row layer, where every rank adds it."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda y, bias, x: y + bias)
-
-
 class Residual(Raw):
     """The residual, where every rank adds it."""
 
