@@ -43,7 +43,8 @@ class TensorInfo:
 class ModuleInfo:
     """One module and the tensors it owns directly, by local name ("weight", "bias").
 
-    `kind` is "linear" and "embedding" for the exact classes nn.Linear and nn.Embedding, "conv1d" for
+    `kind` is "linear" for the exact class nn.Linear, "embedding" for nn.Embedding and for subclasses whose
+    forward computes through it (`autotp.trace.delegates`), "conv1d" for
     transformers' Conv1D (weight [in, out]), "norm" for a 1-D weight that normalises, "other" for any
     other class, and "unknown" where headers do not tell. `class_name` is for messages.
     """

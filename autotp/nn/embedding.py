@@ -23,6 +23,7 @@ from autotp.mappings import Mesh
 from autotp.nn.lookup import lookup, renormalise_columns, renormalise_rows
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
 from autotp.placement import Shard
+from autotp.trace.delegates import delegates
 
 __all__ = ["ParallelEmbedding", "VocabParallelEmbedding"]
 
@@ -160,10 +161,12 @@ class VocabParallelEmbedding(_CutEmbedding):
     def adopt(cls, module: nn.Embedding, *, shard: Shard, group: Mesh, check_ids: bool = True) -> None:
         """Turn an nn.Embedding into this class in place; hooks, identity and parameters stay.
 
-        `shard` cuts dim 0 of the weight; the caller slices it. Raises UsageError for a subclass of
-        nn.Embedding, whose forward might differ, and for a shard that is not one range of rows a rank.
+        A subclass that computes through `super().forward` keeps its own forward: this class is put behind
+        it. `shard` cuts dim 0 of the weight; the caller slices it. Raises UsageError for any other subclass,
+        whose forward might differ, and for a shard that is not one range of rows a rank.
         """
-        if type(module) is not nn.Embedding:
+        kind = type(module)
+        if kind is not nn.Embedding and not delegates(kind, nn.Embedding):
             raise UsageError(
                 f"{cls.__name__} takes the place of an nn.Embedding, not of {type(module).__name__}"
             )
@@ -176,7 +179,7 @@ class VocabParallelEmbedding(_CutEmbedding):
             )
         if len(shard.ranges(rows, group.rank)) != 1 or cut_of(shard, rows, 0).shared:
             raise UsageError(f"{cls.__name__}: {shard} does not give each rank one range of rows of its own")
-        module.__class__ = cls
+        module.__class__ = cls if kind is nn.Embedding else _behind(kind)
         assert isinstance(module, VocabParallelEmbedding)
         module._place(shard, group)
         module.check_ids = check_ids
@@ -195,6 +198,31 @@ class VocabParallelEmbedding(_CutEmbedding):
             sparse=self.sparse,
         )  # (..., width), zeros for other ranks' ids
         return mappings.reduce_(rows, self.group) if self.reduce_output else rows
+
+
+_BEHIND: dict[type[nn.Embedding], type[nn.Embedding]] = {}
+
+
+def _behind(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """`kind` with the parallel layer behind it, where its `super()` finds it."""
+    if kind not in _BEHIND:
+        body: dict[str, Any] = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+        }
+        body["__reduce_ex__"] = _reduce
+        _BEHIND[kind] = type(kind.__name__, (kind, VocabParallelEmbedding), body)
+    return _BEHIND[kind]
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    return _made_again, (type(module).__mro__[1],), module.__dict__
+
+
+def _made_again(kind: type[nn.Embedding]) -> nn.Embedding:
+    made = _behind(kind)
+    return made.__new__(made)
 
 
 class ParallelEmbedding(_CutEmbedding):
