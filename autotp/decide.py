@@ -40,9 +40,16 @@ def decide(
 
 
 def decide_with_proof(
-    model: nn.Module, plan: PlanLike | None, *, tp: int, inputs: Any = None, check: str = "layouts"
+    model: nn.Module,
+    plan: PlanLike | None,
+    *,
+    tp: int,
+    inputs: Any = None,
+    check: str = "layouts",
+    every: bool = False,
 ) -> tuple[Analysis, Proof | None]:
-    """What `decide` gives, and the proof it rests on: None where names and shapes already refuse the plan."""
+    """What `decide` gives, and the proof it rests on: None where names and shapes already refuse the plan.
+    With `every` its traces have every layer, also those that repeat others."""
     check_name(check)
     if not isinstance(model, nn.Module):
         raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
@@ -57,7 +64,7 @@ def decide_with_proof(
     analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
     if check == "shapes" or not analysis.ok:
         return analysis, None
-    proof = prove(model, analysis.matches, stock, make(model, inputs))
+    proof = prove(model, analysis.matches, stock, make(model, inputs), every=every)
     return _proven(analysis, proof), proof
 
 

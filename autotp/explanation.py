@@ -136,7 +136,7 @@ def explain(
 
     paths = {path: type(owner).__name__ for path, owner in model.named_modules(remove_duplicate=False)}
     path = resolve(module, paths, type(model).__name__)
-    analysis, proof = decide_with_proof(model, plan, tp=tp, inputs=inputs)
+    analysis, proof = decide_with_proof(model, plan, tp=tp, inputs=inputs, every=True)
     found = Explanation(
         type(model).__name__,
         path,

@@ -8,13 +8,15 @@ layers that look alike may be called differently.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from autotp.diagnostic import Diagnostic
+from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Partial, Shard, describe
@@ -24,12 +26,15 @@ from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Propagation, draws, propagate
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region, guard_of
+from autotp.propagate.repeated import Unlike, marks, spread
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.edits.solve import solve
 from autotp.trace.graph import Trace, TraceError, tensors_in
 from autotp.trace.inputs import Samples
+from autotp.trace.layers import Layers
 from autotp.trace.modes import Captured, Mode, capture_modes
 from autotp.trace.recorder import Guide
+from autotp.trace.untouched import untouched
 
 __all__ = ["Proof", "prove"]
 
@@ -71,20 +76,45 @@ def prove(
     samples: Samples,
     *,
     found: Captured | None = None,
+    every: bool = False,
 ) -> Proof:
     """Trace `module` in every mode and give every value a layout, on every rank.
 
-    `found` are its traces, where there are some already. Never raises for a plan or a model that cannot be
-    proven: the proof's diagnostics say so.
+    `found` are its traces, where there are some already. Layers that repeat each other are recorded once,
+    unless the graph of `every` one is wanted, or there is something to say of any. Never raises for a plan
+    or a model that cannot be proven: the proof's diagnostics say so.
     """
-    prover = _Prover(module, matches, inventory, samples)
-    prover.run(capture_modes(module, samples) if found is None else found)
-    return prover.proof
+    layers = Layers() if every or found is not None else Layers.of(module, marks(matches))
+    with untouched(module), _uncollected():
+        if layers.groups:
+            prover = _Prover(module, matches, inventory, samples, layers)
+            with contextlib.suppress(Unlike, TraceError):
+                prover.run(capture_modes(module, samples, layers))
+                if not prover.repeats or not errors(prover.proof.diagnostics):
+                    return prover.proof
+        prover = _Prover(module, matches, inventory, samples, Layers())
+        prover.run(capture_modes(module, samples) if found is None else found)
+        return prover.proof
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Traces are many objects and no garbage; looking through them again and again takes long."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Prover:
-    def __init__(self, module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples) -> None:
-        self.module, self.matches, self.samples = module, matches, samples
+    def __init__(
+        self, module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples, layers: Layers
+    ) -> None:
+        self.module, self.matches, self.samples, self.layers = module, matches, samples, layers
+        self.repeats = False  # whether a trace leaves out any layer
         self.first = dict(inventory.aliases)
         tensors = inventory.tensors()
         self.shapes = {n: t.shape for n, t in tensors.items()}
@@ -98,6 +128,7 @@ class _Prover:
     def run(self, found: Captured) -> None:
         """Prove every mode that was traced."""
         proof = self.proof
+        self.repeats = any(trace.repeats for _, trace in found.traces)
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
@@ -134,15 +165,18 @@ class _Prover:
             before = self._settled()
             found: dict[str, Propagation] = {}
             for mode, trace in traces.items():
+                known = self.proof.cuts
                 found[mode] = whole = propagate(
                     trace,
                     self.matches,
-                    self.proof.cuts,
+                    known,
                     aliases=self.first,
                     kinds=self.kinds,
                     reads=self.proof.reads,
                     regions=self.proof.regions,
                 )
+                if not whole.findings:
+                    spread(whole, known)
                 _random(whole)
                 if not whole.findings:
                     whole.findings += borders(whole)
@@ -165,9 +199,10 @@ class _Prover:
         proof.modes.append(mode)
         calls = whole.trace.calls
         proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
-        proof.copied |= whole.copied.keys()
-        for path, inputs in whole.copied.items():
-            self.inputs.setdefault(path, {})[mode] = tuple(node.name for node in inputs)
+        proof.copied |= whole.copied.keys() | whole.repeated.keys()
+        read = {path: tuple(node.name for node in inputs) for path, inputs in whole.copied.items()}
+        for path, names in (read | whole.repeated).items():
+            self.inputs.setdefault(path, {})[mode] = names
         proof.random |= whole.random
         if not training:
             proof.random_in_eval |= whole.random
@@ -185,12 +220,24 @@ class _Prover:
             return dual.trace_rank(
                 self.module, mode, whole,
                 shapes=self.shapes, placed=placed, aliases=self.first, rank=rank, guide=guide,
+                layers=self.layers,
             )  # fmt: skip
 
         ranks = dual.distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)
+        if self.repeats:
+            for mode, whole in modes:
+                for rank in ranks:
+                    _alike(whole, run(mode, whole, rank, None), rank)
+            return
         self.proof.edits, failed, finding = solve(self.module, modes, ranks, run)
         if finding is not None:
             next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
+
+
+def _alike(whole: Propagation, local: Trace, rank: int) -> None:
+    """Raise Unlike unless a rank runs its part, with the same layers left out: findings name every layer."""
+    if not dual.same_repeats(whole.trace, local) or dual.compare(whole, local, rank) is not None:
+        raise Unlike
 
 
 def _sizes(samples: Samples) -> set[int]:

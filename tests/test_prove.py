@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autotp
-from tests import models
+from tests import architectures, models
 from tests.test_reads import qwen3
+
+FFN = {"fc1": "column", "fc2": "row"}
 
 
 def test_all_layers_stand_after_a_proof():
@@ -96,3 +101,79 @@ def test_a_shard_left_on_the_model_is_told():
     analysis = autotp.analyze(Keeps(), {"fc1": "column", "fc2": "row"}, tp=2)
     told = [d for d in analysis.diagnostics if d.code == "AT324"]
     assert analysis.ok and [d.severity for d in told] == ["warning"] and "hidden" in told[0].message
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "plan"),
+    [
+        ("bert", {}, None),
+        pytest.param("qwen3", {}, None, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"num_hidden_layers": 6}, None, marks=pytest.mark.slow),
+        pytest.param("bart", {"encoder_layers": 4, "decoder_layers": 4}, FFN, marks=pytest.mark.slow),
+        pytest.param("whisper", {"encoder_layers": 4, "decoder_layers": 4}, FFN, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", {}, None, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_that_repeat_are_proven_as_if_each_were_recorded(name, changes, plan, monkeypatch):
+    """The same cuts, reads, regions, shared copies, calls and notes, with every layer recorded or not."""
+    from autotp import prove
+    from autotp.decide import decide_with_proof
+
+    repeated = []
+
+    def spread(whole, before):
+        repeated.append(len(whole.trace.repeats))
+        found(whole, before)
+
+    found = prove.spread
+    monkeypatch.setattr(prove, "spread", spread)
+    model = architectures.build(name, device="meta", **({"num_hidden_layers": 4} | changes))
+    proofs = [decide_with_proof(model, plan, tp=3, every=every)[1] for every in (False, True)]
+    assert repeated[0] > 2 and repeated[-1] == 0
+    for field in dataclasses.fields(prove.Proof):
+        if field.name not in ("propagations", "shared"):
+            assert getattr(proofs[0], field.name) == getattr(proofs[1], field.name), field.name
+    assert len(set(map(frozenset, proofs[0].shared))) == len(proofs[1].shared)
+    assert set(map(frozenset, proofs[0].shared)) == set(map(frozenset, proofs[1].shared))
+
+
+class Layered(nn.Module):
+    """Feed-forward layers; `odd` calls one of them otherwise."""
+
+    def __init__(self, odd=None):
+        super().__init__()
+        self.layers = nn.ModuleList(models.MLP(hidden=32) for _ in range(5))
+        self.odd = odd
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(x) if index != 3 or self.odd is None else self.odd(layer, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("odd", "code"),
+    [
+        (lambda layer, x: layer.fc2(layer.fc1(x).softmax(-1)), "AT303"),
+        (lambda layer, x: layer(x) + layer.fc1(x).sum(), "AT310"),
+        (lambda layer, x: layer(x) + F.linear(x, layer.fc1.weight).sum(), "AT312"),
+    ],
+)
+def test_one_layer_that_is_called_otherwise_is_proven_on_its_own(odd, code):
+    plan = {"layers.*.fc1": "column", "layers.*.fc2": "row"}
+    assert autotp.analyze(Layered(), plan, tp=2).ok
+    found = autotp.analyze(Layered(odd), plan, tp=2).diagnostics
+    assert {d.code for d in found if d.severity == "error"} == {code}
+
+
+@pytest.mark.parametrize("rule", ["replicate", {"style": "column", "gather_output": True}])
+def test_a_rule_for_one_layer_of_many(rule):
+    plan = {
+        "layers.3.fc1": rule,
+        "layers.3.fc2": "replicate",
+        "layers.*.fc1": "column",
+        "layers.*.fc2": "row",
+    }
+    analysis = autotp.analyze(Layered(), plan, tp=2)
+    assert analysis.ok and ("layers.3.fc1.weight" in analysis.layouts) == (rule != "replicate")
+    assert analysis.layouts["layers.4.fc2.weight"].dim == 1

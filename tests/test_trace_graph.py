@@ -87,5 +87,5 @@ def test_an_opaque_node_prints_and_does_not_run():
     node = graph.call_function(OPAQUE, (graph.placeholder("x"),))
     graph.output(node)
     assert str(OPAQUE) == "opaque" and node.name.startswith("opaque")
-    with pytest.raises(RuntimeError, match="an opaque module has no op to run"):
+    with pytest.raises(RuntimeError, match="there is no op to run for opaque"):
         OPAQUE(A)

@@ -24,8 +24,9 @@ from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
-from autotp.trace.graph import Trace, TraceError, Val, tensors_in
+from autotp.trace.graph import REPEATED, Repeat, Trace, TraceError, Val, tensors_in
 from autotp.trace.inventory import kind_of
+from autotp.trace.layers import Layers
 from autotp.trace.modes import Mode
 from autotp.trace.recorder import Guide
 
@@ -53,6 +54,7 @@ def trace_rank(
     aliases: Mapping[str, str],
     rank: int,
     guide: Guide | None = None,
+    layers: Layers | None = None,
 ) -> Trace:
     """The module as `rank` runs it in `mode`; layers that gather or split do so at their border. `guide` is
     the recorder's."""
@@ -81,7 +83,9 @@ def trace_rank(
     parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
     held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
     with _as_sharded(module, reads, whole.regions, aliases), _by_weight(module, placed):
-        return mode.capture(module, shapes=held, before=before, after=after, like=whole.trace, guide=guide)
+        return mode.capture(
+            module, shapes=held, before=before, after=after, like=whole.trace, guide=guide, layers=layers
+        )
 
 
 @contextlib.contextmanager
@@ -183,6 +187,36 @@ def local_call(whole: Propagation, node: fx.Node, rank: int) -> Local:
         layouts[0] if layouts else whole.computed[node][0],
         _results(whole, node, rank),
     )
+
+
+def same_repeats(whole: Trace, local: Trace) -> bool:
+    """Whether the same layers are left out of both, repeating the same on the same values."""
+    return _repeats(whole) == _repeats(local)
+
+
+def _repeats(trace: Trace) -> list[Any]:
+    """The repetitions, and what each is given, in names that both traces have."""
+    ids: dict[fx.Node, Any] = {}
+    ops = 0
+    for node in trace.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            ids[node] = (node.op, node.meta["name"])
+        elif node.target in (REPEATED, operator.getitem):
+            ids[node] = (str(node.target), ids[node.all_input_nodes[0]], node.args[1])
+        elif node.op == "call_function" and op_name(node) in _SILENT:
+            ids[node] = ids[node.all_input_nodes[0]]
+        elif node.op == "call_function":
+            ids[node], ops = (ops,), ops + 1
+    paths = [r.path for r in trace.repeats]
+
+    def own(repeat: Repeat, there: Any, here: Any) -> bool:
+        """A tensor of the layer itself, that a property handed out in an earlier call."""
+        if there[:1] != ("get_attr",) or here[:2] != (str(REPEATED), there):
+            return False
+        return repeat.renamed(there[1]) is not None and paths[here[2]] == repeat.path
+
+    given = [(r, [(ids[a], ids[b]) for a, b in r.given]) for r in trace.repeats]
+    return [(r.path, r.of, r.call, [pair for pair in pairs if not own(r, *pair)]) for r, pairs in given]
 
 
 def compare(whole: Propagation, local: Trace, rank: int, *, broken: bool = False) -> Finding | None:
@@ -320,8 +354,8 @@ class _Comparison:
                 self.ids[node] = ("tensor", node.meta["name"])
 
     def _id(self, node: fx.Node) -> Any:
-        if node.target is operator.getitem:
-            return ("item", self._id(node.args[0]), node.args[1])  # type: ignore[arg-type]
+        if node.target in (operator.getitem, REPEATED):
+            return (str(node.target), self._id(node.all_input_nodes[0]), node.args[1])
         return self.ids.get(node)
 
     def _finding(

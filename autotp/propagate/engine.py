@@ -32,7 +32,7 @@ from autotp.propagate.reductions import REDUCTIONS
 from autotp.propagate.regions import Region, border, regions_for
 from autotp.propagate.shapes import SHAPES
 from autotp.propagate.splitting import SPLITTING
-from autotp.trace.recorder import Trace, Val
+from autotp.trace.graph import REPEATED, Trace, Val
 
 __all__ = [
     "Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "name_of", "named_arguments",
@@ -80,7 +80,8 @@ class Propagation:
     resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
     values that take a layout for free. `random` and `random_whole` are the modules that draw random numbers
     on a shard and on whole values, `reached` the layers of the plan that ran, `copied` the column layers
-    whose input has a gradient to sum, with those inputs, `uncopied` those whose input's gradient is a part.
+    whose input has a gradient to sum, with those inputs, `uncopied` those whose input's gradient is a part;
+    `repeated` are the copied layers that repeat others, with their inputs' names.
     """
 
     trace: Trace
@@ -99,6 +100,7 @@ class Propagation:
     reached: set[str] = field(default_factory=set)
     copied: dict[str, list[fx.Node]] = field(default_factory=dict)
     uncopied: set[str] = field(default_factory=set)
+    repeated: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def op_name(node: fx.Node) -> str:
@@ -250,6 +252,10 @@ class Engine:
         cut = (n for n in node.all_input_nodes if not _same(self._seen(n, node)))
         origins = frozenset().union(*(self.origins[n] for n in cut))
         try:
+            if node.target is REPEATED:
+                (repeated,) = node.all_input_nodes
+                self._set(node, [self._seen(repeated, node)], origins)
+                return
             if node.target is operator.getitem:
                 source, index = node.args
                 assert isinstance(source, fx.Node) and isinstance(index, int)

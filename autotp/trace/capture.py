@@ -16,6 +16,7 @@ from torch import nn
 from autotp.trace import recorder
 from autotp.trace.export import export
 from autotp.trace.graph import Trace, TraceError
+from autotp.trace.layers import Layers
 from autotp.trace.recorder import Boundary, Guide, Step
 
 __all__ = ["capture"]
@@ -37,6 +38,7 @@ def capture(
     then: Step | None = None,
     like: Trace | None = None,
     guide: Guide | None = None,
+    layers: Layers | None = None,
 ) -> Trace:
     """The trace of one forward of `module`; the arguments are those of `recorder.record`.
 
@@ -55,6 +57,7 @@ def capture(
                 module, args, kwargs,
                 grad=grad, shapes=shapes, before=before, after=after,
                 exporting=exporting, compiling=compiling, then=then, opaque=opaque, guide=guide,
+                layers=layers,
             )  # fmt: skip
         except TraceError as error:
             first = first or error

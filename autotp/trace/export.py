@@ -181,7 +181,7 @@ class _Watch:
 
 
 def _border(path: str, call: int, kind: str, value: Any) -> None:
-    for name, tensor, _ in tensors_in(value):
+    for name, tensor, _ in tensors_in(value, caches=False):
         torch.ops.autotp.note(tensor, json.dumps([kind, path, call, name]))
 
 

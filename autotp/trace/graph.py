@@ -15,7 +15,10 @@ from torch import fx, nn
 
 from autotp.diagnostic import Span
 
-__all__ = ["OPAQUE", "Output", "Trace", "TraceError", "Val", "given_in", "numbers_in", "tensors_in"]
+__all__ = [
+    "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "given_in", "numbers_in",
+    "tensors_in",
+]  # fmt: skip
 
 
 class TraceError(Exception):
@@ -61,6 +64,29 @@ class Output:
     cached: bool
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """The call of a layer that records what the same call of an earlier layer recorded, up to names.
+
+    `path` is the layer's path, `of` the earlier one's, `call` the call's number. `given` are the values that
+    come from outside: (what the earlier layer read, what stands in its place here).
+    """
+
+    path: str
+    of: str
+    call: int
+    given: tuple[tuple[fx.Node, fx.Node], ...]
+
+    def renamed(self, name: str) -> str | None:
+        """The name here of what is called `name` there; None for what stands outside of the layer.
+
+        >>> Repeat("layers.7", "layers.0", 0, ()).renamed("layers.0.fc.weight")
+        'layers.7.fc.weight'
+        """
+        inside = name == self.of or name.startswith(f"{self.of}.")
+        return f"{self.path}{name[len(self.of) :]}" if inside else None
+
+
 @dataclass
 class Trace:
     """One recorded forward.
@@ -85,7 +111,9 @@ class Trace:
     in the modes that this trace covers; `returned` what the forward gives back besides tensors, `kept` what
     else it left on attributes of modules, each number by its place. `calls` says how often each module ran in
     the (last) forward, `stored` what tensors the forward left on attributes of modules, `opaque` the modules
-    that were not looked into, `route` how the trace was made: "recorder" or "export".
+    that were not looked into, `route` how the trace was made: "recorder" or "export". `repeats` are the
+    layers whose ops are left out, since another layer's say the same; what they give is read through
+    `REPEATED` nodes.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -99,41 +127,49 @@ class Trace:
     stored: list[Output] = field(default_factory=list)
     opaque: tuple[str, ...] = ()
     route: str = "recorder"
+    repeats: list[Repeat] = field(default_factory=list)
 
     def ops(self) -> list[fx.Node]:
         """The recorded op calls, in order."""
-        return [n for n in self.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+        return [n for n in self.graph.nodes if n.op == "call_function" and n.target not in _NO_OPS]
 
 
-class _Opaque:
-    """The op of a module that was not looked into: its tensors in, its tensors out."""
+class _Mark:
+    """The target of a node that is no op of torch."""
 
-    __name__ = "opaque"
-    __qualname__ = "opaque"
-    __module__ = "autotp.trace.graph"
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "autotp.trace.graph"
 
     def __call__(self, *tensors: Any) -> Any:
-        raise RuntimeError("an opaque module has no op to run")
+        raise RuntimeError(f"there is no op to run for {self.__name__}")
 
     def __repr__(self) -> str:
-        return "opaque"
+        return self.__name__
 
 
-OPAQUE = _Opaque()
+OPAQUE = _Mark("opaque")
+"""A module that was not looked into: its tensors in, its tensors out."""
+REPEATED = _Mark("repeated")
+"""A value of a layer that is left out: (the value of the layer that it repeats, its number in `repeats`)."""
+_NO_OPS = (operator.getitem, REPEATED)
 
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+_LEAVES = (torch.Tensor, *_PLAIN)
 _NUMBERS = (str, int, float, complex, torch.dtype)
 _CODE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, nn.Module, torch.Generator)
 
 
-def tensors_in(out: Any, name: str = "", cached: bool = False) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def tensors_in(
+    out: Any, name: str = "", cached: bool = False, *, caches: bool = True
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every tensor in a result, also inside objects that are no plain containers, at each of its places:
-    (its place, the tensor, whether a cache object holds it).
+    (its place, the tensor, whether a cache object holds it). Without `caches` those are not looked into.
 
     >>> [name for name, _, _ in tensors_in({"a": torch.zeros(1), "b": [torch.zeros(2)]})]
     ['a', 'b[0]']
     """
-    for place, value, cache in _leaves(out, name, cached):
+    for place, value, cache in _leaves(out, name, cached, caches):
         if isinstance(value, torch.Tensor):
             yield place, value, cache
 
@@ -146,8 +182,8 @@ def numbers_in(out: Any, name: str = "") -> dict[str, Any]:
     """
     return {
         place: value
-        for place, value, cached in _leaves(out, name, False)
-        if not cached and (value is None or isinstance(value, _NUMBERS))
+        for place, value, _ in _leaves(out, name, False, False)
+        if value is None or isinstance(value, _NUMBERS)
     }
 
 
@@ -169,25 +205,40 @@ def given_in(args: Any, name: str = "") -> dict[str, Any]:
     return {place: value for where, part in parts for place, value in given_in(part, where).items()}
 
 
-def _leaves(out: Any, name: str, cached: bool) -> Iterator[tuple[str, Any, bool]]:
+def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[str, Any, bool]]:
     """Tensors and plain values, each with its place and whether a cache object holds it."""
     seen: set[int] = set()
     todo: list[tuple[str, Any, bool]] = [(name, out, cached)]
     while todo:
         where, value, cache = todo.pop()
-        if value is None or isinstance(value, (torch.Tensor, *_PLAIN)):
+        if value is None or isinstance(value, _LEAVES):
             yield where, value, cache
             continue
         if isinstance(value, _CODE) or id(value) in seen:
             continue
         seen.add(id(value))
         # transformers' caches come back into the same model: what they hold stays local on purpose.
-        cache = cache or any(c.__module__ == "transformers.cache_utils" for c in type(value).__mro__)
+        cache = cache or _is_cache(type(value))  # type: ignore[arg-type]
+        if cache and not caches:
+            continue
         todo += [(where + step, part, cache) for step, part in reversed(list(_parts(value, bool(where))))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_cache(kind: type) -> bool:
+    return any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
 
 
 def _parts(value: Any, inside: bool) -> Iterator[tuple[str, Any]]:
     dot = "." if inside else ""
+    if type(value) in (tuple, list):
+        for index, part in enumerate(value):
+            yield f"[{index}]", part
+        return
+    if type(value) is dict:
+        for key, part in value.items():
+            yield f"{dot}{key}", part
+        return
     if isinstance(value, Mapping):
         yield from ((f"{dot}{key}", part) for key, part in value.items())
     elif isinstance(value, (list, tuple, Set, deque)):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from torch import fx, nn
 from autotp.trace.capture import capture
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
-from autotp.trace.kinds import Shortened, shorten
+from autotp.trace.layers import Layers
 from autotp.trace.recorder import Boundary, Guide, Step
 
-__all__ = ["Captured", "Mode", "capture_modes", "captured", "modes", "signature", "training"]
+__all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Mode:
         after: Boundary | None = None,
         like: Trace | None = None,
         guide: Guide | None = None,
+        layers: Layers | None = None,
     ) -> Trace:
         """The trace of `module` in this mode; the other arguments are those of `capture`.
 
@@ -72,6 +73,7 @@ class Mode:
                 module, self.args, self.kwargs,
                 grad=self.grad, shapes=shapes, before=before, after=after,
                 exporting=self.exporting, compiling=self.compiling, then=self.then, like=like, guide=guide,
+                layers=layers,
             )  # fmt: skip
 
 
@@ -100,9 +102,9 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
     return found
 
 
-def capture_modes(module: nn.Module, samples: Samples) -> Captured:
+def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = None) -> Captured:
     """Trace `module` in every mode. A mode that records the same ops on the same values as an earlier one,
-    with no more gradients, is covered by it."""
+    with no more gradients, is covered by it. `layers` are those of `record`."""
     result = Captured()
     seen: dict[Any, str] = {}
     traces: dict[str, Trace] = {}
@@ -110,7 +112,7 @@ def capture_modes(module: nn.Module, samples: Samples) -> Captured:
         mode: Mode | None = listed
         while mode is not None:
             try:
-                trace = mode.capture(module)
+                trace = mode.capture(module, layers=layers)
             except TraceError as error:
                 (result.dropped if mode.optional else result.failed).append((mode, error))
                 mode = mode.otherwise
@@ -130,22 +132,6 @@ def capture_modes(module: nn.Module, samples: Samples) -> Captured:
     return result
 
 
-@contextlib.contextmanager
-def captured(
-    module: nn.Module, samples: Samples, marks: Mapping[str, Hashable] | None = None
-) -> Iterator[tuple[Captured, Shortened]]:
-    """The traces of `module` with layers of one kind traced once, and what is left out while the context
-    lasts (so that a rank's traces leave it out too). Where a mode fails on the short model, the whole one
-    is traced. `marks` are those of `shorten`."""
-    with contextlib.ExitStack() as stack:
-        short = stack.enter_context(shorten(module, marks))
-        found = capture_modes(module, samples)
-        if short.kept and (found.failed or found.dropped):
-            stack.close()
-            short, found = Shortened(), capture_modes(module, samples)
-        yield found, short
-
-
 def signature(trace: Trace, *, gradients: bool = True) -> tuple[Any, ...]:
     """All that a proof reads of a trace, as a value to compare."""
     ids: dict[fx.Node, Any] = {}
@@ -163,7 +149,10 @@ def signature(trace: Trace, *, gradients: bool = True) -> tuple[Any, ...]:
         place = (meta["module"], meta.get("call", 0), meta.get("custom"))
         lines.append((str(node.target), meta.get("name"), repr(arguments), vals, grads, place))
     outputs = tuple((o.name, ids[o.node], o.cached) for o in trace.outputs)
-    return (tuple(lines), outputs, trace.opaque, trace.route)
+    repeats = tuple(
+        (r.path, r.of, r.call, tuple((ids[a], ids[b]) for a, b in r.given)) for r in trace.repeats
+    )
+    return (tuple(lines), outputs, repeats, trace.opaque, trace.route)
 
 
 @contextlib.contextmanager

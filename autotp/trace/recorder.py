@@ -28,7 +28,19 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.trace.graph import OPAQUE, Output, Trace, TraceError, Val, given_in, numbers_in, tensors_in
+from autotp.trace.graph import (
+    OPAQUE,
+    REPEATED,
+    Output,
+    Trace,
+    TraceError,
+    Val,
+    given_in,
+    numbers_in,
+    tensors_in,
+)
+from autotp.trace.layers import Layers
+from autotp.trace.repeats import GHOST, Different, Ghost, Repeats
 from autotp.trace.source import caller_span, error_span
 from autotp.trace.untouched import untouched
 
@@ -43,6 +55,7 @@ try:
 except ImportError as error:  # pragma: no cover - the tested torch has them all
     MISSING = str(error)
 
+_TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
 """What a forward that draws one random number is given."""
 
@@ -67,6 +80,7 @@ def record(
     then: Step | None = None,
     opaque: frozenset[str] = frozenset(),
     guide: Guide | None = None,
+    layers: Layers | None = None,
 ) -> Trace:
     """Record one forward of `module` on `args` and `kwargs`, whose tensors only give shapes and dtypes.
 
@@ -78,13 +92,55 @@ def record(
     `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
     that the first one filled). The modules named in `opaque` are not looked into: each call is one node.
     `guide(op, args, kwargs)` sees each op call before it runs, and gives the one that runs in its place.
+    `layers` are those that may repeat each other, and are recorded once where they do (`Trace.repeats`).
 
     Raises TraceError when the forward raises.
     """
     if MISSING is not None:
         raise TraceError(f"this torch lacks a hook that the recorder needs ({MISSING})", "", None)
-    with untouched(module), _faked(module, args, kwargs, grad=grad, shapes=shapes or {}) as fakes:
-        recorder = _Recorder(module, fakes, guide)
+
+    def once(alike: Layers) -> Trace:
+        return _record(
+            module, args, kwargs, grad=grad, shapes=shapes or {}, before=before, after=after,
+            flags=(exporting if compiling is None else compiling, exporting), then=then, opaque=opaque,
+            guide=guide, layers=alike,
+        )  # fmt: skip
+
+    # A guide is to see every op.
+    for _ in range(_TRIES if layers is not None and layers.groups and guide is None else 0):
+        assert layers is not None
+        try:
+            trace = once(layers)
+        except Different as different:
+            if not different.path:
+                break
+            layers.apart.add(different.path)
+            continue
+        except TraceError:
+            break  # what is said of it comes from the whole model
+        if not trace.repeats or not any(n.meta.get("origin") == "unknown" for n in trace.graph.nodes):
+            return trace
+        break
+    return once(Layers())
+
+
+def _record(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    grad: bool,
+    shapes: Mapping[str, tuple[int, ...]],
+    before: Boundary | None,
+    after: Boundary | None,
+    flags: tuple[bool, bool],
+    then: Step | None,
+    opaque: frozenset[str],
+    guide: Guide | None,
+    layers: Layers,
+) -> Trace:
+    with untouched(module), _faked(module, args, kwargs, grad=grad, shapes=shapes) as fakes:
+        recorder = _Recorder(module, fakes, guide, layers)
         with contextlib.ExitStack() as stack:
             stack.callback(recorder.give_back)
             stack.enter_context(_quiet())
@@ -93,7 +149,7 @@ def record(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fakes.mode)
             stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(_flags(exporting if compiling is None else compiling, exporting))
+            stack.enter_context(_flags(*flags))
             recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
             stack.enter_context(_functions(recorder))
@@ -119,7 +175,7 @@ def record(
 if MISSING is None:
 
     class _Recorder(SchemaCheckMode):  # type: ignore[no-untyped-call]
-        def __init__(self, root: nn.Module, fakes: _Fakes, guide: Guide | None = None) -> None:
+        def __init__(self, root: nn.Module, fakes: _Fakes, guide: Guide | None, layers: Layers) -> None:
             # SchemaCheckMode's own set-up takes no dispatch key.
             TorchDispatchMode.__init__(  # type: ignore[no-untyped-call]
                 self, _dispatch_key=torch._C.DispatchKey.PreDispatch
@@ -128,6 +184,7 @@ if MISSING is None:
             self.recording = True
             self.stack: list[tuple[str, int]] = [("", 0)]
             self.custom: str | None = None  # the autograd.Function whose forward runs
+            self.repeats = Repeats(self, layers)
             self._root = root
             self._fakes = fakes
             self._guide = guide
@@ -158,21 +215,24 @@ if MISSING is None:
         def _watched(
             self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
         ) -> Callable[..., Any]:
-            @functools.wraps(inner)
+            def body(*args: Any, **kwargs: Any) -> Any:
+                call = self._counts[path]
+                self._border(self.trace.entered, "entered", path, call, (args, kwargs))
+                if before is not None:
+                    args = self._replaced(args, self.paused(before, path, args))
+                out = inner(*args, **kwargs)
+                if after is not None:
+                    (out,) = self._replaced((out,), (self.paused(after, path, out),))
+                self._border(self.trace.left, "left", path, call, out)
+                return out
+
             def forward(*args: Any, **kwargs: Any) -> Any:
                 self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
                 call = self._counts[path] = self._counts.get(path, -1) + 1
-                self.trace.entered.setdefault(path, []).append(self._tensors((args, kwargs)))
                 self.trace.given.setdefault(path, []).append(given_in((args, kwargs)))
                 self.stack.append((path, call))
                 try:
-                    if before is not None:
-                        args = self._replaced(args, self.paused(before, path, args))
-                    out = inner(*args, **kwargs)
-                    if after is not None:
-                        (out,) = self._replaced((out,), (self.paused(after, path, out),))
-                    self.trace.left.setdefault(path, []).append(self._tensors(out))
-                    return out
+                    return self.repeats.around(path, call, body, *args, **kwargs)
                 except Exception as error:
                     if self._failed is None or self._failed[0] is not error:
                         self._failed = (error, path)
@@ -180,10 +240,23 @@ if MISSING is None:
                 finally:
                     self.stack.pop()
 
+            forward.__wrapped__ = inner  # type: ignore[attr-defined]  # whose signature it has
             return forward
 
+        def _border(
+            self,
+            table: dict[str, list[list[tuple[str, fx.Node]]]],
+            kind: str,
+            path: str,
+            call: int,
+            value: Any,
+        ) -> None:
+            if not self.repeats.border(kind, path, call, value):
+                table.setdefault(path, []).append(self._tensors(value))
+
         def _tensors(self, value: Any) -> list[tuple[str, fx.Node]]:
-            return [(name, self._node(tensor)) for name, tensor, _ in tensors_in(value)]
+            found = tensors_in(value, caches=False)
+            return [(name, self._node(tensor)) for name, tensor, _ in found]
 
         def _replaced(self, old: tuple[Any, ...], new: tuple[Any, ...] | None) -> tuple[Any, ...]:
             """What a boundary put in the place of tensors takes their place in the graph."""
@@ -191,12 +264,14 @@ if MISSING is None:
                 return old
             for was, now in zip(old, new, strict=True):
                 if now is not None and now is not was:
+                    self.repeats.break_off()
                     self._keep.append(now)
                     self._nodes[id(now)] = self._node(was)
             return tuple(was if now is None else now for was, now in zip(old, new, strict=True))
 
         def note_backward(self, name: str, values: Any) -> None:
             """Code of its own runs in the backward of these values."""
+            self.repeats.break_off()
             if self.recording and torch.is_grad_enabled():
                 for _, tensor, _ in tensors_in(values):
                     if tensor.requires_grad:
@@ -223,6 +298,7 @@ if MISSING is None:
             @functools.wraps(module.forward)
             def forward(*args: Any, **kwargs: Any) -> Any:
                 """One node, whose result is guessed to be like the first floating tensor that goes in."""
+                self.repeats.break_off()
                 given = [t for _, t, _ in tensors_in((args, kwargs))]
                 like = next((t for t in given if _differentiable(t)), None)
                 if like is None:
@@ -266,6 +342,9 @@ if MISSING is None:
             found = self._nodes.get(id(tensor))
             if found is not None:
                 return found
+            ghost = tensor.__dict__.get(GHOST)
+            if ghost is not None:
+                return self._repeated(tensor, ghost)
             named = self._fakes.names.get(id(tensor))
             if named is None:
                 key = _memory_key(tensor)
@@ -288,6 +367,58 @@ if MISSING is None:
             )
             self._bind(tensor, node)
             return node
+
+        def _repeated(self, tensor: torch.Tensor, ghost: Ghost) -> fx.Node:
+            node = self.trace.graph.create_node("call_function", REPEATED, (ghost.source, ghost.repeat))
+            path, call = ghost.stack[-1]
+            node.meta.update(
+                module=path, call=call, stack=ghost.stack, source=ghost.source.meta.get("source"),
+                custom=None, grads=set(), mutates=[], val=_val(tensor),
+            )  # fmt: skip
+            self._bind(tensor, node)
+            return node
+
+        # -- what `repeats` asks
+
+        def node(self, tensor: torch.Tensor) -> fx.Node:
+            """The node of a tensor."""
+            return self._node(tensor)
+
+        def name(self, tensor: torch.Tensor) -> str | None:
+            """The name of a tensor of the model; None for any other."""
+            named = self._fakes.names.get(id(tensor))
+            return None if named is None else named[0]
+
+        def knows(self, tensor: torch.Tensor) -> bool:
+            """Whether it is a fake tensor of which is known where it comes from."""
+            if not isinstance(tensor, FakeTensor):
+                return False
+            if id(tensor) in self._nodes or id(tensor) in self._fakes.names or GHOST in tensor.__dict__:
+                return True
+            key = _memory_key(tensor)
+            return key is not None and (key in self._memory or key in self._named_memory)
+
+        def memories(self, tensors: list[torch.Tensor]) -> set[Any]:
+            """The memory of these tensors, views and what they view alike."""
+            return {key[0] for key in map(_memory_key, tensors) if key is not None}
+
+        def template(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            """How to make fake tensors like this one, without a run through torch."""
+            shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            held = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            with _disable_current_modes():
+                like = torch.empty(max(held, 0), dtype=tensor.dtype, device="meta")
+                like = like.as_strided(shape, strides, offset)
+            attributes, needs, device = dict(tensor.__dict__), tensor.requires_grad, tensor.device
+
+            def made() -> torch.Tensor:
+                new: torch.Tensor = torch.Tensor._make_subclass(
+                    FakeTensor, like, needs, dispatch_device=True, device_for_backend_keys=device
+                )
+                new.__dict__.update(attributes)
+                return new
+
+            return made
 
         def _argument(self, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -327,10 +458,16 @@ if MISSING is None:
                 return func(*args, **kwargs)
             if self._guide is not None:
                 func, args, kwargs = self.paused(self._guide, func, args, kwargs)
+            if not self.repeats.inside:
+                self.repeats.break_off()
             inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             placed = self._argument(tuple(args)), self._argument(dict(kwargs))
             written = _mutated(func, args, kwargs)
             mutated = [self._node(t) for t in written]
+            if any(node.target is REPEATED for node in mutated):
+                raise Different("")
+            if written:
+                self.repeats.written(written)
             # An input that is written gets its gradient from what is written, so this is asked before.
             node = self._create(func, *placed, inputs)
             self._keep_values(written)
@@ -396,6 +533,7 @@ if MISSING is None:
             for name, tensor, cached in tensors_in(out):
                 self.trace.outputs.append(Output(name, self._node(tensor), cached))
             self.trace.returned |= numbers_in(out)
+            self.trace.repeats = self.repeats.found
 
         def close_graph(self) -> None:
             """Note what the forward left on modules, and close the graph."""
@@ -485,17 +623,19 @@ def _faked(
     names: dict[int, tuple[str, str]] = {}
     made: dict[int, torch.Tensor] = {}
 
-    def fake(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def fake(tensor: torch.Tensor, shape: tuple[int, ...], requires_grad: bool = False) -> torch.Tensor:
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-        with mode:
-            return torch.empty(shape, dtype=tensor.dtype, device=device)
+        like = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, like, device, requires_grad=requires_grad)
 
     def owned(tensor: torch.Tensor, name: str, origin: str) -> torch.Tensor:
         if id(tensor) not in made:
-            new = fake(tensor, shapes.get(name, tuple(tensor.shape)))
+            shape = shapes.get(name, tuple(tensor.shape))
             if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=grad and _differentiable(tensor))
-                new.__dict__.update(tensor.__dict__)
+                new = fake(tensor, shape, requires_grad=grad and _differentiable(tensor))
+                new.__dict__.update(tensor.__dict__, _is_param=True)  # what nn.Parameter(new) does
+            else:
+                new = fake(tensor, shape)
             made[id(tensor)] = new
             # The real one too: a forward may hold it elsewhere (a list, a closure).
             names[id(new)] = names[id(tensor)] = (name, origin)
@@ -598,6 +738,7 @@ def _functions(recorder: _Recorder) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
+        recorder.repeats.break_off()
         if not cls.__module__.startswith("torch._library"):  # the backward that a custom op registers
             recorder.note_backward(cls.__name__, (args, kwargs))
         was, recorder.custom = recorder.custom, cls.__name__

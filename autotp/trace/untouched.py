@@ -8,9 +8,10 @@ their lists, dicts and sets, the class attributes of the modules' classes, and t
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ _LEAVES = (
     str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     torch.Tensor, torch.dtype, torch.device, torch.Generator,
 )  # fmt: skip
+_PLAIN = frozenset([type(None), bool, int, float, str, types.FunctionType])  # most of what there is
+_EMPTY = frozenset([dict, OrderedDict, list, set])
+
+
+_OPEN: dict[int, _Saved] = {}
 
 
 @contextlib.contextmanager
@@ -35,18 +41,23 @@ def untouched(root: nn.Module) -> Iterator[None]:
     ...     layer.cache = {"mask": 1}
     >>> hasattr(layer, "cache")
     False
+
+    Inside of another `untouched` of the same module nothing is looked at anew; it restores what that one
+    does.
     """
-    saved = _Saved()
-    kinds = {kind for module in root.modules() for kind in type(module).__mro__ if not _foreign(kind)}
-    saved.objects([root, *root.modules()])
-    for kind in kinds:
-        saved.kind(kind)
-    for name in {kind.__module__ for kind in kinds}:
-        if name in sys.modules and name != "builtins":
-            saved.file(sys.modules[name])
+    outer = _OPEN.get(id(root))
+    if outer is not None:
+        try:
+            yield
+        finally:
+            outer.restore()
+        return
+    saved = _OPEN[id(root)] = _Saved()
     try:
+        saved.all_of(root)
         yield
     finally:
+        del _OPEN[id(root)]
         saved.restore()
 
 
@@ -60,18 +71,33 @@ class _Saved:
     def __init__(self) -> None:
         self.attributes: list[tuple[Any, dict[str, Any]]] = []
         self.containers: list[tuple[Any, Any]] = []
+        self.empty: list[Any] = []
         self.kinds: list[tuple[type, dict[str, Any]]] = []
         self.cached: list[tuple[Any, int]] = []
         self.seen: set[int] = set()
+
+    def all_of(self, root: nn.Module) -> None:
+        """Everything that `untouched` speaks of."""
+        kinds = {kind for module in root.modules() for kind in type(module).__mro__ if not _foreign(kind)}
+        self.objects([root, *root.modules()])
+        for kind in kinds:
+            self.kind(kind)
+        for name in {kind.__module__ for kind in kinds}:
+            if name in sys.modules and name != "builtins":
+                self.file(sys.modules[name])
 
     def objects(self, roots: Iterable[Any]) -> None:
         """The attributes of every object that can be reached, and the contents of every container."""
         todo = list(roots)
         while todo:
             value = todo.pop()
-            if value is None or isinstance(value, _LEAVES) or id(value) in self.seen:
+            kind = type(value)
+            if kind in _PLAIN or id(value) in self.seen or isinstance(value, _LEAVES):
                 continue
             self.seen.add(id(value))
+            if kind in _EMPTY and not value:
+                self.empty.append(value)
+                continue
             if isinstance(value, _CONTAINERS):
                 self.containers.append((value, value.copy()))
                 todo += list(value.values()) if isinstance(value, dict) else list(value)
@@ -111,6 +137,9 @@ class _Saved:
             elif isinstance(live, set) and live != copy:
                 live.clear()
                 live.update(copy)
+        for container in self.empty:
+            if container:
+                container.clear()
         for kind, held in self.kinds:
             for name in vars(kind).keys() - held.keys():
                 delattr(kind, name)
@@ -123,5 +152,5 @@ class _Saved:
 
 
 def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    same = len(live) == len(before) and all(a is b for a, b in zip(live, before, strict=True))
-    return not same or any(live[key] is not value for key, value in before.items())
+    same = len(live) == len(before) and all(map(operator.is_, live, before))
+    return not same or not all(map(operator.is_, live.values(), before.values()))

@@ -1,0 +1,103 @@
+"""What holds of a layer holds of the layers that repeat it (`Trace.repeats`), if three things are the same.
+
+A repetition's ops are, up to names, those of the layer that was recorded, on values like its own. So they
+have the same layouts where the plan says the same of both, where what each reads from outside is laid out
+alike, and where no mapping stands around both. If any of it is not so, the whole model has to be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autotp.match import Matches
+from autotp.propagate.engine import Propagation
+from autotp.trace.graph import Repeat, Trace
+
+__all__ = ["Unlike", "marks", "spread"]
+
+
+class Unlike(Exception):
+    """A layer that repeats another in the trace does not in its layouts."""
+
+
+def marks(matches: Matches) -> dict[str, str]:
+    """What the plan says of each module, by its path."""
+    return {p.path: f"{p.style} {p.target} {p.rule!r}" for p in matches.placed.values()}
+
+
+def spread(whole: Propagation, before: Mapping[str, Any]) -> None:
+    """Let what was found of each layer hold of those that repeat it; `before` are the cuts before the walk.
+
+    Raises Unlike where it cannot.
+    """
+    repeats = whole.trace.repeats
+    if not repeats:
+        return
+    _check(whole, before)
+    for table in (whole.cuts, whole.reads, whole.regions):
+        for names in _twins(repeats, table):
+            for name, twin in names:
+                table[twin] = _renamed(table[name], twin)
+    for paths in (whole.reached, whole.random, whole.random_whole):
+        paths |= {twin for names in _twins(repeats, paths) for _, twin in names}
+    for number, repeat in enumerate(repeats):
+        given = dict(repeat.given)
+        for path, nodes in whole.copied.items():
+            here = repeat.renamed(path)
+            if here is not None:
+                read = tuple(_name(node, given, number) for node in nodes)
+                whole.repeated[here] = (*whole.repeated.get(here, ()), *read)
+
+
+def _twins(repeats: Iterable[Repeat], names: Iterable[str]) -> list[list[tuple[str, str]]]:
+    known = list(names)
+    inside = {of: [n for n in known if n == of or n.startswith(f"{of}.")] for of in {r.of for r in repeats}}
+    return [[(name, f"{r.path}{name[len(r.of) :]}") for name in inside[r.of]] for r in repeats]
+
+
+def _renamed(value: Any, twin: str) -> Any:
+    for key in ("name", "path"):
+        if hasattr(value, key):
+            return replace(value, **{key: twin})
+    return value
+
+
+def _name(node: fx.Node, given: Mapping[fx.Node, fx.Node], number: int) -> str:
+    """A value's name in the repetition."""
+    return given[node].name if node in given else f"{node.name} {number}"
+
+
+def _check(whole: Propagation, before: Mapping[str, Any]) -> None:
+    trace = whole.trace
+    said = {p.path: (p.style, p.target, repr(p.rule), p.declared, tuple(p.layouts.values()))
+            for p in whole.matches.placed.values()}  # fmt: skip
+    layers = _layers(trace)
+    for table in (before, said):
+        parts = _parts(table, layers)
+        if any(parts.get(r.path, {}) != parts.get(r.of, {}) for r in trace.repeats):
+            raise Unlike
+    for repeat in trace.repeats:
+        if any(repeat.path.startswith(f"{path}." if path else "") for path in whole.regions):
+            raise Unlike
+        if any(whole.layouts.get(there) != whole.layouts.get(here) for there, here in repeat.given):
+            raise Unlike
+
+
+def _layers(trace: Trace) -> set[str]:
+    return {path for r in trace.repeats for path in (r.path, r.of)}
+
+
+def _parts(table: Mapping[str, Any], layers: set[str]) -> dict[str, dict[str, Any]]:
+    """What a table says inside of each layer, by the rest of the name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in table.items():
+        place = name
+        while place and place not in layers:
+            place = place.rpartition(".")[0]
+        if place:
+            found.setdefault(place, {})[name[len(place) :]] = value
+    return found
