@@ -73,7 +73,7 @@ def main() -> int:
         missed |= not ok
         print(
             f"analyze, {name} Llama, {sizes['num_hidden_layers']} layers, tp {tp}: "
-            f"{best.processor:.2f} s of processor time ({best.clock:.2f} s by the clock), limit {limit:.0f} s; "
+            f"{best.processor:.2f} s of processor ({best.clock:.2f} s on the clock), limit {limit:.0f} s; "
             f"peak {best.peak} MB, limit {MEMORY} MB: {'ok' if ok else 'missed'}"
         )
     return int(missed)
