@@ -10,15 +10,21 @@ import torch
 from torch import nn
 
 from autotp.analysis import Analysis
+from autotp.checkpoint.together import together
 from autotp.comm import Group, group_of
-from autotp.decide import decide
+from autotp.decide import decide, decide_with_proof
 from autotp.diagnostic import PlanError, UsageError
 from autotp.dry_run import PlanLike
 from autotp.fingerprint import sampled
 from autotp.rewrite.apply import apply
+from autotp.rewrite.graph_form import graph_form
+from autotp.trace.inputs import make
 from autotp.verification import Verification, compare
 
-__all__ = ["shard", "verify"]
+__all__ = ["FORMS", "shard", "verify"]
+
+FORMS = ("module", "graph")
+EXPORT_TIMEOUT = 600.0  # seconds that ranks wait for the slowest one's export
 
 
 def shard(
@@ -28,18 +34,21 @@ def shard(
     *,
     inputs: Any = None,
     check: str = "layouts",
+    form: str = "module",
 ) -> nn.Module:
     """Make `model` tensor-parallel in place, and return it. Call it on every rank of the group.
 
     - `mesh`: a DeviceMesh (1-D, or with an axis "tp"), a process group, or None for the default group;
       without torch.distributed it is a group of one: the plan is checked, and the model stays whole.
     - `plan`, `inputs`, `check`: as `analyze` takes them.
+    - `form`: "module", or "graph": a new `torch.fx.GraphModule`, in which every mapping is a node, of any
+      batch and sequence, in the mode (train or eval) that the model is in; the model stays as it was.
 
     The class, the forward, hooks, dtypes, `requires_grad` and the names of the state_dict stay; each
     parameter object stays and holds this rank's part. Everything is checked before anything is touched.
 
     Raises PlanError, with every finding, for a refused plan, and UsageError when the ranks' plans, models
-    or groups differ, on all of them, or when the model is sharded already.
+    or groups differ, on all of them, when the model is sharded already, and for what a graph cannot express.
 
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> shard(mlp, {"0": "column", "2": "row"}) is mlp
@@ -47,7 +56,13 @@ def shard(
     """
     group = group_of(mesh)
     try:
-        analysis = decide(model, plan, tp=group.size, inputs=inputs, check=check)
+        if form not in FORMS or (form == "graph" and check != "layouts"):
+            raise UsageError(
+                f"form is one of {', '.join(FORMS)}, not {form!r}"
+                if form not in FORMS
+                else f'form="graph" needs the proof of check="layouts", not {check!r}'
+            )
+        analysis, proof = decide_with_proof(model, plan, tp=group.size, inputs=inputs, check=check)
         if not analysis.ok:
             raise PlanError(analysis.diagnostics)
         mine: Any = _fingerprint(model, analysis)
@@ -57,7 +72,12 @@ def shard(
             group.exchange(told)  # raises it here, and says so on the other ranks
         raise
     _agree(group, mine)
-    return apply(model, analysis, group)
+    if form == "module":
+        return apply(model, analysis, group)
+    assert proof is not None
+    with together(group, timeout=EXPORT_TIMEOUT):
+        graph: nn.Module = graph_form(model, analysis, proof, group, make(model, inputs))
+    return graph
 
 
 def verify(

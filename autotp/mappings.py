@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.comm import Group, group_of, sum_into
 from autotp.comm.group import contiguous_copy
 from autotp.cut import Cut, local_cut, whole_cut
+from autotp.marks import capturing, marked
 from autotp.placement import Shard
 
 __all__ = [
@@ -204,11 +205,27 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _apply(name: str, x: Tensor, group: Group, cut: Cut | None) -> Tensor:
-    """Map `x`; a value without a gradient needs no node in the graph."""
+def _apply(name: str, x: Tensor, group: Group, cut: Cut | None, shard: Shard | None = None) -> Tensor:
+    """Map `x`, whose cut is that of `shard`."""
     row = MAPPINGS[name]
+    if capturing():
+        where = {} if cut is None else {"dim": cut.dim} | ({} if shard is None else {"shard": shard})
+        return marked(globals()[name], x, like=_like(name, group, cut), group=group, **where)
     y: Tensor = _Linear.apply(x, row.forward, row.backward, group, cut)  # type: ignore[no-untyped-call]
     return y
+
+
+def _like(name: str, group: Group, cut: Cut | None) -> Callable[[Tensor], Tensor]:
+    """What a mapping gives, without its values."""
+    whole = MAPPINGS[name].target in ("Invariant", "Replicate")
+
+    def like(x: Tensor) -> Tensor:
+        shape = list(x.shape)
+        if cut is not None:
+            shape[cut.dim] = cut.size if whole else cut.sizes[group.rank]
+        return x.new_empty(shape)
+
+    return like
 
 
 def owned(x: Tensor, group: Group, *, shard: Shard) -> Tensor:
@@ -292,7 +309,7 @@ def gather(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shar
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("gather", x, group, local_cut("gather", x, group, dim, shard))
+    return _apply("gather", x, group, local_cut("gather", x, group, dim, shard), shard)
 
 
 def all_gather(
@@ -302,7 +319,7 @@ def all_gather(
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("all_gather", x, group, local_cut("all_gather", x, group, dim, shard))
+    return _apply("all_gather", x, group, local_cut("all_gather", x, group, dim, shard), shard)
 
 
 def scatter(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shard | None = None) -> Tensor:
@@ -316,7 +333,7 @@ def scatter(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Sha
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("scatter", x, group, whole_cut("scatter", x, group, dim, shard))
+    return _apply("scatter", x, group, whole_cut("scatter", x, group, dim, shard), shard)
 
 
 def slice(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shard | None = None) -> Tensor:
@@ -324,7 +341,7 @@ def slice(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shard
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("slice", x, group, whole_cut("slice", x, group, dim, shard))
+    return _apply("slice", x, group, whole_cut("slice", x, group, dim, shard), shard)
 
 
 def reduce_scatter(
@@ -334,7 +351,7 @@ def reduce_scatter(
     group = group_of(group)
     if group.size == 1:
         return x
-    return _apply("reduce_scatter", x, group, whole_cut("reduce_scatter", x, group, dim, shard))
+    return _apply("reduce_scatter", x, group, whole_cut("reduce_scatter", x, group, dim, shard), shard)
 
 
 def copy_shared(x: Tensor, group: Mesh = None, *, shard: Shard) -> Tensor:
@@ -347,4 +364,4 @@ def copy_shared(x: Tensor, group: Mesh = None, *, shard: Shard) -> Tensor:
     if group.size == 1:
         return x
     cut = local_cut("copy_shared", x, group, None, shard)
-    return _apply("copy_shared", x, group, cut) if cut.shared_pieces() else x
+    return _apply("copy_shared", x, group, cut, shard) if cut.shared_pieces() else x

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autotp
-from autotp.comm import simulate
+from autotp.comm import GroupOfOne, simulate
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
+from autotp.rewrite.specialise import _mapped, _Own
 
 PLAN = {
     "raw.w1": {"style": "column", "dim": 0},
@@ -248,3 +249,21 @@ def test_widths_that_the_kernel_refuses_are_refused_and_blocks_of_them_are_exact
     assert found[0].help == ("deal blocks of 4: `heads: 17`",)
     blocks = {name: rule | {"heads": 17} for name, rule in plan.items()}
     assert autotp.verify(mixtral(intermediate_size=68), blocks, tp=2).ok  # 36 + 32
+
+
+class Backwards(frozenset):
+    """The same set on another rank, whose hashes differ: it is walked through in another order."""
+
+    def __iter__(self):
+        return iter(sorted(super().__iter__(), reverse=True))
+
+
+def test_every_rank_maps_a_border_in_the_same_order():
+    values = {"b": torch.zeros(2), "a": torch.zeros(1)}
+    for places in (frozenset({"a", "b"}), Backwards({"a", "b"})):
+        sizes = []
+        own = _Own(GroupOfOne(), region=Region("raw", copied=places))
+        _mapped(
+            values, own, places, lambda x, group, sizes=sizes: sizes.append(len(x)) or x, "is called with"
+        )
+        assert sizes == [1, 2]

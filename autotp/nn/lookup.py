@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp.comm import Group
+from autotp.marks import capturing, marked
 
 __all__ = ["lookup", "renormalise_columns", "renormalise_rows"]
 
@@ -97,6 +98,18 @@ def lookup(
     >>> lookup(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 4, 5]), start=4).tolist()
     [[0.0], [1.0], [2.0]]
     """
+    if capturing():
+        return marked(
+            lookup,
+            table,
+            ids,
+            like=lambda table, ids: table.new_empty((*ids.shape, table.shape[-1])),
+            start=start,
+            vocab_size=vocab_size,
+            padding_idx=padding_idx,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+        )
     rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
         table, ids, start, vocab_size, padding_idx, scale_grad_by_freq, sparse
     )

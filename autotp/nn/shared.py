@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autotp import mappings
 from autotp.comm import Group
+from autotp.marks import capturing
 
 __all__ = ["SharedCopy"]
 
@@ -40,7 +41,7 @@ class SharedCopy:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x`, whose gradient is summed over the ranks, once for all readers."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
+        if not capturing() and not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self.source is not x or self.value is None:
             self.source, self.value, self.left = x, mappings.copy(x, self.group), self.readers

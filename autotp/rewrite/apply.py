@@ -27,7 +27,7 @@ from autotp.rewrite.specialise import specialise
 from autotp.rewrite.undo import Change, changes, snapshot
 from autotp.slicing import take
 
-__all__ = ["Sharded", "apply", "forget_graphs", "forget_sharding", "refuse_sharded", "sharded"]
+__all__ = ["Sharded", "apply", "forget_graphs", "forget_sharding", "refuse_sharded", "remember", "sharded"]
 
 _KEY = "_autotp"
 
@@ -57,14 +57,20 @@ def sharded(model: nn.Module) -> Sharded | None:
     return found if isinstance(found, Sharded) else None
 
 
+def remember(model: nn.Module, memory: Sharded) -> None:
+    """Keep on a model how it is sharded."""
+    model.__dict__[_KEY] = memory
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Raises UsageError when the model or a part of it is sharded already."""
     for path, module in model.named_modules():
-        if _KEY in module.__dict__:
+        remembered = sharded(module)
+        if remembered is not None:
             what = f"its {path}" if path else "it"
             raise UsageError(
                 f"{type(model).__name__}: {what} is sharded already, over "
-                f"tp={module.__dict__[_KEY].group.size}; a model is sharded once, as a whole"
+                f"tp={remembered.group.size}; a model is sharded once, as a whole"
             )
         if isinstance(module.__dict__.get("shard"), Shard):  # every parallel layer has one
             raise UsageError(
@@ -73,8 +79,11 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
-    """Make `model` this rank's part of itself. `analysis.ok` holds, for `group.size` ranks."""
+def apply(model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = True) -> nn.Module:
+    """Make `model` this rank's part of itself. `analysis.ok` holds, for `group.size` ranks.
+
+    Without `cut` its tensors are this rank's parts already.
+    """
     assert analysis.ok and analysis.tp == group.size
     shapes = {n: t.shape for n, t in analysis.inventory.tensors().items() if n in analysis.layouts}
     remembered = Sharded(
@@ -89,7 +98,8 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
             if placed.target == "module" and placed.layouts:
                 copied = copies.get(placed.path, True)
                 _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group, copied)
-        _cut(model, analysis.layouts, group.rank)
+        if cut:
+            _cut(model, analysis.layouts, group.rank)
         specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group, analysis.code)
         for path in analysis.random:
             use_rank_stream(model.get_submodule(path), group, always=path in analysis.random_in_eval)
@@ -97,7 +107,7 @@ def apply(model: nn.Module, analysis: Analysis, group: Group) -> nn.Module:
             model.register_forward_pre_hook(_refuse_training)
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save
-    model.__dict__[_KEY] = replace(remembered, changes=changes(model, before))
+    remember(model, replace(remembered, changes=changes(model, before)))
     return model
 
 

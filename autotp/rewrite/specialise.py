@@ -165,5 +165,5 @@ def _mapped(value: Any, own: _Own, places: frozenset[str], mapping: Callable[...
             f"{', '.join(missing)}, but at {', '.join(sorted(found)) or 'no place'}; shard the model with "
             "inputs= that call it this way"
         )
-    new = {id(found[place]): mapping(found[place], own.group) for place in places}
+    new = {id(found[place]): mapping(found[place], own.group) for place in sorted(places)}
     return pytree.tree_map(lambda leaf: new.get(id(leaf), leaf), value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import fx, nn
 
 from autotp.checkpoint.together import together
 from autotp.comm.group import EXCHANGE_TIMEOUT
@@ -34,6 +34,8 @@ def unshard(model: nn.Module) -> nn.Module:
     found = [(module, memory) for module in model.modules() if (memory := sharded(module)) is not None]
     if not found:
         raise UsageError(f"{type(model).__name__}: nothing of it was sharded by autotp.shard")
+    if any(isinstance(module, fx.GraphModule) for module, _ in found):
+        raise UsageError(f"{type(model).__name__}: a graph is not made whole; the model it came from is")
     for module, memory in found:
         with together(memory.group, timeout=EXCHANGE_TIMEOUT):
             check(module, memory.changes)
