@@ -28,6 +28,17 @@ INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,999})")
 PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.([A-Za-z0-9_-]+|\*))*")  # text that YAML reads without quotes
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # as YAML counts lines
 RESERVED = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
+PLAIN_WORDS = {  # a part of what the parser says -> what it means to whoever wrote the line
+    "mapping values are not allowed": "a `:` too many, or text that should be quoted",
+    "<stream end>": "the file ends before a bracket is closed",
+    "unexpected end of stream": "the file ends before a quote is closed",
+    "expected <block end>": "this line is not indented like the ones it belongs to",
+    "expected ',' or": "a comma or a closing bracket is missing before this",
+    "the node content": "a value is missing before this",
+    "could not find expected ':'": "a `:` is missing after the name",
+    "cannot start any token": "text that begins with this character must be quoted",
+    "unknown escape": "in double quotes a backslash needs another; use single quotes",
+}
 STAR = "a name that starts with `*` is an alias in YAML"
 
 
@@ -234,7 +245,8 @@ class _Reader:
         if "'\\t'" in problem:
             self._fault("AT102", "not YAML: a tab stands here", at, help=("indent with spaces",))
             return
-        self._fault("AT102", f"not YAML: {problem}", at)
+        words = next((words for part, words in PLAIN_WORDS.items() if part in problem), problem)
+        self._fault("AT102", f"not YAML: {words}", at)
 
     def _fault(
         self, code: str, message: str, span: Span, *, notes: tuple[str, ...] = (), help: tuple[str, ...] = ()

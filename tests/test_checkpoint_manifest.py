@@ -100,7 +100,7 @@ NO_DEAL = "tensor 'gate_up.weight': its deal does not give each unit to a rank"
         (change(("companions",), {"../x": ""}), "'../x' is not the name of a file inside the folder"),
         (change(("companions",), {"/x": ""}), "'/x' is not the name of a file inside the folder"),
         (change(("companions",), {"a//x": ""}), "'a//x' is not the name of a file inside the folder"),
-        (change(("companions",), {".x": ""}), "'.x' is not the name of a file inside the folder"),
+        (change(("companions",), {".x/y": ""}), "'.x/y' is not the name of a file inside the folder"),
         (change(("companions",), {"a/./x": ""}), "'a/./x' is not the name of a file inside the folder"),
         (
             change(("companions",), {"autotp.json": ""}),

@@ -225,3 +225,19 @@ def test_shared_kv_heads_and_whole_sections(tmp_path):
         merge(tmp_path / "out", tmp_path / "back")
     assert str(raised.value).startswith(f"{path}: rank 3's copy of tensor 'kt.weight' differs from the first")
     assert str(raised.value).endswith("(not what was written: rank 3)")
+
+
+@pytest.mark.parametrize("digest", ["xxh3", "none"])
+def test_every_ranks_copy_of_a_small_file_is_checked(tmp_path, digest):
+    source = write_checkpoint(tmp_path / "in", {"up.weight": random_tensor("F32", (4, 2))}, config={"a": 1})
+    convert(source, tmp_path / "out", plan={"up": "column"}, tp=2, check="shapes", digest=digest)
+    (tmp_path / "out" / "rank-1-of-2" / "config.json").write_text('{"a": 2}')
+    with pytest.raises(CheckpointError) as raised:
+        merge(tmp_path / "out", tmp_path / "back")
+    why = (
+        "is not what was written (its digest differs from autotp.json's)"
+        if digest == "xxh3"
+        else "is not the one that rank 0 has"
+    )
+    assert str(raised.value) == f"{tmp_path / 'out'}/rank-1-of-2/config.json: {why}"
+    assert not (tmp_path / "back").exists()

@@ -170,13 +170,14 @@ def test_biases_of_row_layers_whole_or_parts_of_a_sum(tmp_path):
 
 
 def test_summed_is_for_files_of_ranks(tmp_path):
-    save_file(whole_model(), tmp_path / "model.safetensors")
+    (tmp_path / "in").mkdir()
+    save_file(whole_model(), tmp_path / "in" / "model.safetensors")
     with pytest.raises(
         UsageError, match=r"holds no files of other trainers' ranks, whose biases could be summed$"
     ):
-        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes", biases="summed")
+        convert(tmp_path / "in", tmp_path / "out", plan=PLAN, tp=2, check="shapes", biases="summed")
     with pytest.raises(UsageError, match=r"^biases are 'equal' or 'summed', not 'x'$"):
-        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes", biases="x")
+        convert(tmp_path / "in", tmp_path / "out", plan=PLAN, tp=2, check="shapes", biases="x")
 
 
 @pytest.mark.parametrize("name", ["rank_{}", "rank{}", "mp_rank_{:02}"])
@@ -306,19 +307,19 @@ def deep(tensors):
     ],
 )
 def test_what_is_no_state_is_named(tmp_path, make, message):
-    torch.save(make(whole_model()), tmp_path / "rank_0.pt")
+    (tmp_path / "in").mkdir()
+    torch.save(make(whole_model()), tmp_path / "in" / "rank_0.pt")
     with pytest.raises(CheckpointError) as raised:
-        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
-    assert str(raised.value) == f"{tmp_path}/rank_0.pt: {message}"
+        convert(tmp_path / "in", tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+    assert str(raised.value) == f"{tmp_path}/in/rank_0.pt: {message}"
 
 
 def test_code_is_never_run(tmp_path):
-    torch.save(
-        {"module": whole_model(), "x": Touch(str(tmp_path / "touched"))},
-        tmp_path / "mp_rank_00_model_states.pt",
-    )
+    (tmp_path / "in").mkdir()
+    state = {"module": whole_model(), "x": Touch(str(tmp_path / "touched"))}
+    torch.save(state, tmp_path / "in" / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="nothing else in it is run"):
-        convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+        there_and_back(tmp_path, 2)
     assert not (tmp_path / "touched").exists()
 
 

@@ -95,14 +95,15 @@ def refusal(path):
 
 @pytest.mark.parametrize("how", ["torch", "legacy", "pickle"])
 def test_code_is_never_run(tmp_path, how):
-    evil, path = {"a": torch.zeros(2), "b": Touch(str(tmp_path / "ran"))}, tmp_path / "pytorch_model.bin"
+    evil, path = {"a": torch.zeros(2), "b": Touch(str(tmp_path / "ran"))}, tmp_path / "in/pytorch_model.bin"
+    path.parent.mkdir()
     if how == "pickle":
         path.write_bytes(pickle.dumps(evil))
     else:
         torch.save(evil, path, _use_new_zipfile_serialization=how == "torch")
     for call in (
         lambda: load_tensors(path),
-        lambda: convert(tmp_path, tmp_path / "out", plan=PLAN, tp=2, check="shapes"),
+        lambda: convert(tmp_path / "in", tmp_path / "out", plan=PLAN, tp=2, check="shapes"),
     ):
         with pytest.raises(CheckpointError) as raised:
             call()

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from autotp.checkpoint import convert, merge
-from autotp.checkpoint.staging import JOURNAL, Staging, check_target, free_bytes, partial
+from autotp.checkpoint.folder import JOURNAL
+from autotp.checkpoint.staging import Staging, check_target, free_bytes, partial
 from autotp.diagnostic import CheckpointError
 from tests.checkpoints import random_tensor, tree, write_checkpoint
 
@@ -275,3 +276,17 @@ def test_a_full_disk_is_told_before_and_during(tmp_path, monkeypatch):
     ):
         convert(source, tmp_path / "out", **options)
     assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("place", ["in", "in/out", "in/deep/out", "link/out"])
+def test_a_target_inside_the_source(tmp_path, place):
+    source = write_checkpoint(tmp_path / "in", {"up.weight": random_tensor("F32", (4, 2))})
+    (tmp_path / "link").symlink_to(source)
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / place, plan={"up": "column"}, tp=2, check="shapes")
+    assert str(raised.value) == (
+        f"{tmp_path / place}: is inside the source {source}, of which it would become a part; name another place"
+    )
+    assert tree(tmp_path) == before
+    convert(source / "model.safetensors", source / "out", plan={"up": "column"}, tp=2, check="shapes")

@@ -74,7 +74,7 @@ def convert(
 
     source, target = Path(source), Path(target)
     new_digest(digest)
-    check_target(target)
+    check_target(target, source)
     if (source / MANIFEST).exists():
         raise CheckpointError(f"{source}: is converted already; `merge` it first")
     other = other_format(source, plan, biases)
@@ -93,7 +93,7 @@ def convert(
         config=folder.config,
     )
     outputs = rank_outputs(layouts, tp, ranks)
-    check_target(target)
+    check_target(target, source)
     supply = other or Whole(folder, describe_tensors(entries, folder.config).aliases)
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
     written = Written(target, tp, chosen, name, manifest.proof, files, free_bytes(target), dry_run)

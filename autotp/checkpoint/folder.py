@@ -21,6 +21,7 @@ from autotp.header import Entry, Header, parse_json, read_header
 
 __all__ = [
     "INDEX",
+    "JOURNAL",
     "MANIFEST",
     "PART",
     "RANK_FOLDER",
@@ -39,6 +40,7 @@ __all__ = [
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MANIFEST = "autotp.json"
+JOURNAL = ".autotp-journal.jsonl"  # of a run that has not ended: no file of that name travels along
 PART = "autotp"  # the key in the metadata of a file that holds one rank's part
 RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 LARGEST_JSON = 200_000_000  # bytes of an index, a config or a manifest
@@ -51,7 +53,7 @@ class Folder:
     """A checkpoint: its weight files with their checked headers, in the order of their names.
 
     `index` is the text of its index file. `companions` are the other files, which travel along: relative
-    names of everything up to 64 MiB that is neither a weight file nor hidden; of a single file, config.json.
+    names of every file up to 64 MiB that holds no weights, in no hidden folder; of one file, config.json.
     """
 
     path: Path
@@ -148,7 +150,7 @@ def companions_of(folder: Path) -> tuple[str, ...]:
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name[0] != "." and not RANK_FOLDER.fullmatch(name)]
         for name in files:
-            if not name.startswith(".") and not name.endswith(WEIGHTS) and name != MANIFEST:
+            if not name.endswith(WEIGHTS) and name not in (MANIFEST, JOURNAL):
                 relative = str((Path(base) / name).relative_to(folder))
                 if regular_file(folder, relative).stat().st_size <= LARGEST_COMPANION:
                     found.append(relative)

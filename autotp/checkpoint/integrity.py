@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotp.checkpoint.folder import INDEX, MANIFEST, Folder, open_folder
+from autotp.checkpoint.folder import INDEX, Folder, open_folder
 from autotp.checkpoint.manifest import Manifest, load_manifest
 from autotp.checkpoint.written import Progress
 from autotp.diagnostic import CheckpointError
@@ -64,7 +64,8 @@ def check_shards(
         done += sum(header.size for header in ranks.headers[file.path.name])
         if progress is not None:
             progress(done, total, file.path.name)
-    findings += _companions(ranks)
+    for output in ranks.outputs:
+        findings += manifest.changed_companions(output.home)
     if source is not None:
         findings += _against(ranks, Path(source))
     return Integrity(folder, manifest, total, tuple(findings))
@@ -87,21 +88,6 @@ def _tensor(ranks: Ranks, file: Header, entry: Entry) -> Iterator[str]:
                 gathered.gather(buffers.block[: stop - start], start, buffers.scratch)
         except Differs as unequal:
             yield str(ranks.differs(file, entry, unequal.rank))
-
-
-def _companions(ranks: Ranks) -> Iterator[str]:
-    """Files that travelled along and are not what was written, on any rank."""
-    from autotp.checkpoint.digest import digest_of
-    from autotp.checkpoint.folder import regular_file
-
-    for output in ranks.outputs:
-        for name, digest in ranks.manifest.companions.items():
-            try:
-                path = regular_file(output.home, name)
-                if digest_of(path.read_bytes(), ranks.manifest.digest) != digest:
-                    yield f"{path}: is not what was written (its digest differs from {MANIFEST}'s)"
-            except CheckpointError as error:
-                yield str(error)
 
 
 def _against(ranks: Ranks, source: Path) -> Iterator[str]:

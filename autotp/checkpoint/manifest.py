@@ -14,14 +14,23 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NoReturn
 
 from pydantic import ValidationError
 
-from autotp.checkpoint.folder import INDEX, MANIFEST, is_plain_name, read_config, read_text
+from autotp.checkpoint.digest import digest_of
+from autotp.checkpoint.folder import (
+    INDEX,
+    JOURNAL,
+    MANIFEST,
+    is_plain_name,
+    read_config,
+    read_text,
+    regular_file,
+)
 from autotp.checkpoint.manifest_text import FileText, ManifestText, layout_of, layout_text
 from autotp.checkpoint.output import rank_folder
 from autotp.diagnostic import CheckpointError, PlanError
@@ -59,6 +68,16 @@ class Manifest:
     companions: Mapping[str, str] = field(default_factory=dict)
     index: bytes | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    def changed_companions(self, home: Path) -> Iterator[str]:
+        """What is wrong with the files that travelled along to the folder `home`, a line each."""
+        for name, digest in self.companions.items():
+            try:
+                path = regular_file(home, name)
+                if digest_of(path.read_bytes(), self.digest) != digest:
+                    yield f"{path}: is not what was written (its digest differs from {MANIFEST}'s)"
+            except CheckpointError as error:
+                yield str(error)
 
     def dumps(self) -> str:
         """The text of the manifest; the same decisions give the same text."""
@@ -169,8 +188,9 @@ def _is_relative_name(name: str) -> bool:
     """Whether a name is one of a file in the folder or its sub-folders, and none of autotp's own."""
     path = PurePosixPath(name)
     parts = name.split("/")
-    plain = all(is_plain_name(part) and part[0] != "." for part in parts) and str(path) == name
-    return plain and name not in (MANIFEST, INDEX) and not name.endswith(".safetensors")
+    plain = all(map(is_plain_name, parts)) and not any(part[0] == "." for part in parts[:-1])
+    ours = parts[-1] in (MANIFEST, JOURNAL) or name == INDEX or name.endswith(".safetensors")
+    return plain and not ours and str(path) == name
 
 
 def _refuse(path: Path, fault: str) -> NoReturn:

@@ -29,11 +29,12 @@ def merge(
     source, target = Path(source), Path(target)
     manifest = load_manifest(source)
     supply = Ranks(source, manifest)
-    check_target(target)
+    check_target(target, source)
     output = Output(Path(), {}, None)
     files = files_of(manifest.files, manifest.index, supply.companions(), [output])
     written = Written(target, 1, manifest.plan, "", manifest.proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
+        supply.check_companions()
         carry(supply, manifest, [output], target, job="merge", progress=progress)
     return written

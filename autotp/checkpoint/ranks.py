@@ -130,6 +130,15 @@ class Ranks:
         home = self.outputs[0].home
         return {name: regular_file(home, name) for name in self.manifest.companions}
 
+    def check_companions(self) -> None:
+        """Raise CheckpointError when a rank's copy of a file that travelled along is not what was written."""
+        for output in self.outputs:
+            for fault in self.manifest.changed_companions(output.home):
+                raise CheckpointError(fault)
+            for name in self.manifest.companions if self.manifest.digest == "none" else ():
+                if (output.home / name).read_bytes() != (self.outputs[0].home / name).read_bytes():
+                    _refuse(output.home / name, "is not the one that rank 0 has")
+
     def damage(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
         """The error for a rank's part that has not its digest."""
         path = self.headers[file.path.name][rank].path

@@ -54,10 +54,11 @@ def reshard(
     proof: Literal["layouts", "none"] = "layouts" if check == "layouts" else "none"
     again = replace(manifest, tp=tp, layouts=layouts, proof=proof)
     outputs = rank_outputs(layouts, tp, ranks)
-    check_target(target)
+    check_target(target, source)
     files = files_of(manifest.files, manifest.index, supply.companions(), outputs)
     written = Written(target, tp, manifest.plan, "", proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
+        supply.check_companions()
         carry(supply, again, outputs, target, job="reshard", progress=progress)
     return written

@@ -17,15 +17,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from autotp.checkpoint.folder import JOURNAL
 from autotp.diagnostic import CheckpointError
 
-__all__ = ["JOURNAL", "Staging", "check_target", "free_bytes"]
-
-JOURNAL = ".autotp-journal.jsonl"  # hidden: no file that travels along has such a name
+__all__ = ["Staging", "check_target", "free_bytes"]
 
 
-def check_target(target: Path) -> None:
-    """Raise CheckpointError unless `target` is absent or an empty folder."""
+def check_target(target: Path, source: Path | None = None) -> None:
+    """Raise CheckpointError unless `target` is absent or an empty folder, and not in the folder `source`."""
+    if source is not None and source.is_dir():
+        home, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+        if place.is_relative_to(home):
+            _refuse(
+                target, f"is inside the source {source}, of which it would become a part; name another place"
+            )
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():

@@ -12,6 +12,7 @@ from autotp.checkpoint.formats import other_format
 from autotp.checkpoint.manifest import Manifest
 from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.ranks import Ranks, checked_header
+from autotp.diagnostic import CheckpointError
 from autotp.header import Entry
 from autotp.placement import Shard
 from autotp.slicing import Rows
@@ -67,8 +68,10 @@ def in_checkpoint(home: Path, plan: Any) -> tuple[dict[str, Stored], dict[str, A
 
 
 def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stored]:
-    """The tensors of this rank's own folder, checked against the manifest."""
+    """The tensors of this rank's own folder, which is checked against the manifest, its config.json too."""
     home = rank_folder(folder, rank, manifest.tp)
+    for fault in manifest.changed_companions(home):
+        raise CheckpointError(fault)
     stored, output = {}, Output(home, manifest.layouts, rank, manifest.tp)
     for file in manifest.files:
         header = checked_header(output.header(file))
@@ -82,6 +85,7 @@ def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stor
 
 def in_rank_folders(ranks: Ranks, rank: int) -> dict[str, Stored]:
     """The tensors of the folders of another number of ranks; what is whole, from any one of them."""
+    ranks.check_companions()
     stored = {}
     for file in ranks.manifest.files:
         headers = ranks.headers[file.path.name]

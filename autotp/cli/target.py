@@ -98,9 +98,17 @@ def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:
 
     stored = inventory(target)
     chosen = choose_plan(plan, stored.config)
-    from autotp.hf import prove  # only now torch
+    from autotp.checkpoint.fit import check_complete  # only now torch
+    from autotp.checkpoint.names import resolve
+    from autotp.decide import decide
+    from autotp.hf import build
 
-    return as_stored(prove(target, chosen, tp), stored)
+    model = build(target)
+    there = stored.tensors()
+    analysis = decide(model, chosen, tp=tp)
+    names = resolve(analysis.inventory.tensors(), there, str(getattr(model, "base_model_prefix", "") or ""))
+    check_complete(Path(target), model, there, names)
+    return as_stored(analysis, stored)
 
 
 def _prove_config(target: str, plan: str | None, tp: int) -> Analysis:
