@@ -111,7 +111,7 @@ def test_code_is_never_run(tmp_path, how):
             f"{path}: is not a file of plain tensors, and nothing else in it is run ("
         )
         assert "weights_only=False" in str(raised.value)
-    assert os.listdir(tmp_path) == ["pytorch_model.bin"]
+    assert os.listdir(tmp_path) == ["in"] and os.listdir(path.parent) == [path.name]
 
 
 def test_what_is_no_plain_tensor_is_named(tmp_path):

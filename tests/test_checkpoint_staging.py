@@ -286,7 +286,8 @@ def test_a_target_inside_the_source(tmp_path, place):
     with pytest.raises(CheckpointError) as raised:
         convert(source, tmp_path / place, plan={"up": "column"}, tp=2, check="shapes")
     assert str(raised.value) == (
-        f"{tmp_path / place}: is inside the source {source}, of which it would become a part; name another place"
+        f"{tmp_path / place}: is inside the source {source}, of which it would become a part; name another "
+        "place"
     )
     assert tree(tmp_path) == before
     convert(source / "model.safetensors", source / "out", plan={"up": "column"}, tp=2, check="shapes")
