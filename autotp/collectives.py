@@ -26,6 +26,7 @@ OPERATIONS: Mapping[str, tuple[str | None, str | None]] = {
     "all_gather": ("all-gather", "reduce-scatter"),
     "share": (None, None),
     "slice": (None, None),
+    "copy_shared": (None, "all-reduce"),
 }
 
 
@@ -77,6 +78,8 @@ def expected_collectives(inventory: Inventory, matches: Matches) -> tuple[Collec
         if placed.style == "column":
             if placed.path in first:
                 found += collectives_of("copy", placed.path)
+            for shard in placed.layouts.values():
+                found += collectives_of("copy_shared", placed.path) if shard.shared else ()
             if placed.rule.gather_output:
                 found += collectives_of("gather", placed.path)
         elif placed.style in ("row", "vocab"):

@@ -17,6 +17,7 @@ from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.match import Matches
 from autotp.plan import Plan
+from autotp.propagate.reads import held_reads
 from autotp.prove import Proof, prove
 from autotp.rewrite.apply import refuse_sharded
 from autotp.rewrite.edits.diff import diff
@@ -62,7 +63,10 @@ def decide_with_proof(
     cut = analysis.layouts if tp > 1 else ()
     refused = (*unsupported(model), *hooked(model, cut))
     analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
-    if check == "shapes" or not analysis.ok:
+    if check == "shapes":
+        reads = held_reads(analysis.matches, stock.aliases).values()
+        return replace(analysis, reads=tuple(reads)), None
+    if not analysis.ok:
         return analysis, None
     proof = prove(model, analysis.matches, stock, make(model, inputs), every=every)
     return _proven(analysis, proof), proof
@@ -139,6 +143,7 @@ def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
             continue
         mappings = {
             "column": ["copy"] * (placed.path in proof.copied - followers)
+            + ["copy_shared"] * sum(cut.shared for cut in placed.layouts.values())
             + ["gather"] * placed.rule.gather_output,
             "row": ["scatter"] * placed.rule.split_input + ["reduce"],
             "vocab": ["reduce"],
@@ -147,8 +152,9 @@ def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
             found += collectives_of(mapping, placed.path, calls=proof.calls.get(placed.path, 1))
     for read in proof.reads.values():
         owner = read.name.rpartition(".")[0]
-        if read.copied:
-            found += collectives_of("copy", owner, calls=proof.calls.get(owner, 1))
+        if read.copied or read.held is not None:
+            mapping = "copy" if read.copied else "copy_shared"
+            found += collectives_of(mapping, owner, calls=proof.calls.get(owner, 1))
     for region in proof.regions.values():
         for mapping, places in (("copy", region.copied), ("reduce", region.reduced)):
             found += collectives_of(mapping, region.path, calls=len(places) * proof.calls.get(region.path, 1))

@@ -62,7 +62,7 @@ VECTORS = ("sinks",)  # parameters with one element a head
 MLA = "kv_a_proj"  # how the layers of mla_kv_a_proj are called
 
 ATTENTION = ("self_attn", "attention", "attn")
-WITH_KV = ("k_proj", "v_proj")  # where these are layers of their own, attention is dealt by kv heads
+WITH_KV = ("k_proj", "v_proj")  # these have kv heads, and the layers beside them query heads
 FUSED = ("kv_b_proj", "query_key_value", "qkv")  # here it has one kv head for each head
 KV_KEYS = ("num_key_value_heads", "num_attention_heads", "num_heads")
 HEAD_KEYS = ("num_attention_heads", "num_heads")
@@ -172,8 +172,10 @@ def _heads(name: str, entries: Entries) -> str | None:
         for other, style in entries.styles.items()
         if _block(other) == block and style in ("colwise", "rowwise")
     ]
-    if any(part in plain for part in WITH_KV):
+    if segments(name)[-1] in WITH_KV:
         keys: Iterable[str] = KV_KEYS
+    elif any(part in plain for part in WITH_KV):
+        keys = (*HEAD_KEYS, *KV_KEYS)
     elif any(part in plain for part in FUSED):
         keys = HEAD_KEYS
     else:

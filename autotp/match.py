@@ -26,7 +26,7 @@ This file knows nothing of torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,7 +37,7 @@ from autotp.placement import Shard
 from autotp.plan import Plan, Rule
 from autotp.styles import cut_module, cut_tensor
 from autotp.tied import Ruled, settle
-from autotp.units import Fault
+from autotp.units import Fault, heads_of
 
 __all__ = ["Matches", "Placed", "match"]
 
@@ -117,10 +117,11 @@ def _place(
     """Lets the style of each decided name cut its module or tensor."""
     placed: dict[str, Placed] = {}
     faults: list[Found] = []
+    beside = _heads_beside(plan, inventory, decided)
     for path, pattern in decided.items():
         rule, span = plan.rules[pattern], plan.span(pattern)
         module = inventory.modules.get(path)
-        cuts = _cuts(rule, path, inventory, tp, decided)
+        cuts = _cuts(rule, path, inventory, tp, decided, beside.get(path.rpartition(".")[0], set()))
         if isinstance(cuts, Fault):
             faults.append(Found(pattern, path, cuts))
             continue
@@ -130,15 +131,27 @@ def _place(
     return placed, faults
 
 
+def _heads_beside(plan: Plan, inventory: Inventory, decided: Mapping[str, str]) -> dict[str, set[int]]:
+    """The numbers of heads that the column rules declare for what one module holds: q, k and v."""
+    found: dict[str, set[int]] = {}
+    for path, pattern in decided.items():
+        rule = plan.rules[pattern]
+        heads = heads_of(rule, inventory.config) if rule.style == "column" else ()
+        if not isinstance(heads, Fault):
+            found.setdefault(path.rpartition(".")[0], set()).update(heads)
+    return found
+
+
 def _cuts(
-    rule: Rule, path: str, inventory: Inventory, tp: int, decided: Mapping[str, str]
+    rule: Rule, path: str, inventory: Inventory, tp: int, decided: Mapping[str, str], beside: Collection[int]
 ) -> dict[str, Shard] | Fault:
     module = inventory.modules.get(path)
+    config = inventory.config
     if module is not None:
-        return cut_module(rule, module, tp=tp, config=inventory.config, ruled=decided)
+        return cut_module(rule, module, tp=tp, config=config, ruled=decided, beside=beside)
     holder, _, local = path.rpartition(".")
     owner: ModuleInfo = inventory.modules[holder]
-    return cut_tensor(rule, owner.tensors[local], tp=tp, config=inventory.config, owner=owner)
+    return cut_tensor(rule, owner.tensors[local], tp=tp, config=config, owner=owner, beside=beside)
 
 
 def _placed_twice(plan: Plan, placed: Mapping[str, Placed]) -> list[Found]:

@@ -15,15 +15,20 @@ A `Shard` is a dim cut into pieces, each piece dealt to the ranks by a `Deal`:
     Shard(0, deal(4, 2), groups=2)   AAAABBBB     -> [AABB, AABB]         fused gate|up: each half is cut
     Shard(0, sections=((4, deal(4, 2)), (2, deal(2, 2))))
                                      AAAABB       -> [AAB, AAB]           fused q|k, unequal parts
+    Shard(0, shared_deal(2, 3))      AB           -> [A, A, B]            kv heads, fewer than ranks
+
+Query heads follow their kv heads: `joined` deals each head's queries inside the ranks that share it. Where
+heads and queries are two dims, no one dim says what a rank holds: a `Joint` cuts both at once.
 
 This file knows nothing of torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from autotp.deals import Deal, deal, joined, shared_deal
 
 __all__ = [
     "INVARIANT",
@@ -31,81 +36,18 @@ __all__ = [
     "REPLICATE",
     "Deal",
     "Invariant",
+    "Joint",
     "Layout",
     "Partial",
     "Replicate",
     "Shard",
     "deal",
     "describe",
+    "is_whole",
     "join_pieces",
+    "joined",
+    "shared_deal",
 ]
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Which of `units` equal units each rank holds: rank r holds units `ranges[r] = (start, stop)`.
-
-    Kept in lowest terms, so that 4 heads over 2 ranks and 32 features over 2 ranks compare equal.
-    `declared` remembers the number of units that was dealt (heads, kv heads, features).
-    Use `deal(units, tp)` to make one.
-    """
-
-    units: int
-    ranges: tuple[tuple[int, int], ...]
-    declared: int = field(default=0, compare=False)
-
-    @property
-    def tp(self) -> int:
-        """Number of ranks."""
-        return len(self.ranges)
-
-    def fits(self, size: int) -> bool:
-        """Whether `size` elements can be cut by this deal without cutting a unit."""
-        return size % self.units == 0
-
-    def bounds(self, size: int, rank: int) -> tuple[int, int]:
-        """The (start, stop) elements of a piece of `size` elements that `rank` holds."""
-        start, stop = self.ranges[rank]
-        unit = size // self.units
-        return start * unit, stop * unit
-
-    @property
-    def shared(self) -> bool:
-        """Whether several ranks hold the same units, as kv heads are when there are fewer than ranks."""
-        return len(set(self.ranges)) < self.tp
-
-    def __str__(self) -> str:
-        if self.shared:
-            holders = [self.ranges.count(held) for held in dict.fromkeys(self.ranges)]
-            return f"{len(holders)} parts, held by {'+'.join(map(str, holders))} ranks"
-        sizes = [stop - start for start, stop in self.ranges]
-        if len(set(sizes)) == 1:
-            return f"{self.tp} equal parts"
-        return "+".join(map(str, sizes)) + f" of {self.units}"
-
-
-def deal(units: int, tp: int) -> Deal:
-    """Deal `units` to `tp` ranks in order; the first `units % tp` ranks hold one more.
-
-    >>> deal(3, 2).ranges
-    ((0, 2), (2, 3))
-    >>> deal(12, 2) == deal(384, 2)
-    True
-
-    Raises ValueError when there are fewer units than ranks.
-    """
-    if tp < 1:
-        raise ValueError(f"tp must be at least 1, not {tp}")
-    if units < tp:
-        raise ValueError(f"{units} units cannot be dealt to {tp} ranks")
-    more, base = units % tp, units // tp
-    starts = [rank * base + min(rank, more) for rank in range(tp + 1)]
-    common = math.gcd(units, *starts)
-    return Deal(
-        units // common,
-        tuple((starts[r] // common, starts[r + 1] // common) for r in range(tp)),
-        declared=units,
-    )
 
 
 @dataclass(frozen=True)
@@ -180,6 +122,12 @@ class Shard:
         sizes[self.dim] = self.local_size(sizes[self.dim], rank)
         return tuple(sizes)
 
+    @property
+    def shared(self) -> bool:
+        """Whether some elements are on several ranks: whole sections, units that ranks share."""
+        deals = [self.deal] if self.sections is None else [dealt for _, dealt in self.sections]
+        return any(dealt is None or dealt.shared for dealt in deals)
+
     def at(self, dim: int) -> Shard:
         """The same cut on another dim."""
         return replace(self, dim=dim)
@@ -196,7 +144,53 @@ class Shard:
         return f"shard(dim {self.dim}: {pieces}{self.deal})"
 
 
-Layout = Invariant | Replicate | Partial | Shard
+@dataclass(frozen=True)
+class Joint:
+    """Two dims, taken together as one row-major dim, are cut by `deal`: kv heads and the queries of each.
+
+    No rank's part crosses a unit of the first dim but by whole ones: it holds some units with all of the
+    second dim, or a part of the second dim of one unit. Parts of two ranks are disjoint.
+    """
+
+    dims: tuple[int, int]
+    deal: Deal
+
+    @property
+    def tp(self) -> int:
+        """Number of ranks."""
+        return self.deal.tp
+
+    def fits(self, units: int, each: int) -> bool:
+        """Whether dims of `units` and `each` elements can be cut this way."""
+        if not self.deal.fits(units * each):
+            return False
+        held = [self.deal.bounds(units * each, rank) for rank in range(self.tp)]
+        return all(
+            (start % each == 0 and stop % each == 0) or start // each == (stop - 1) // each
+            for start, stop in held
+        )
+
+    def bounds(self, units: int, each: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The (start, stop) of `rank` on the first dim, and on the second."""
+        start, stop = self.deal.bounds(units * each, rank)
+        if start % each == 0 and stop % each == 0:
+            return (start // each, stop // each), (0, each)
+        unit = start // each
+        return (unit, unit + 1), (start - unit * each, stop - unit * each)
+
+    def local_shape(self, shape: Iterable[int], rank: int) -> tuple[int, ...]:
+        """The shape of `rank`'s part of a tensor of `shape`."""
+        sizes = list(shape)
+        first, second = self.dims
+        (a, b), (c, d) = self.bounds(sizes[first], sizes[second], rank)
+        sizes[first], sizes[second] = b - a, d - c
+        return tuple(sizes)
+
+    def __str__(self) -> str:
+        return f"shard(dims {self.dims[0]} and {self.dims[1]} together: {self.deal})"
+
+
+Layout = Invariant | Replicate | Partial | Shard | Joint
 INVARIANT = Invariant()
 REPLICATE = Replicate()
 PARTIAL = Partial()
@@ -204,7 +198,7 @@ PARTIAL = Partial()
 
 def join_pieces(dim: int, pieces: Iterable[tuple[int, Deal | None]]) -> Shard | Replicate:
     """The layout of a dim that is these pieces in a row; whole pieces only give `Replicate`."""
-    row = tuple(pieces)
+    row = tuple((size, None if dealt is None or dealt.whole else dealt) for size, dealt in pieces)
     if all(dealt is None for _, dealt in row):
         return REPLICATE
     if len(set(row)) == 1:
@@ -214,6 +208,11 @@ def join_pieces(dim: int, pieces: Iterable[tuple[int, Deal | None]]) -> Shard | 
 
 def describe(layout: Layout) -> str:
     """The layout as users read it: replicate, partial, or shard(...)."""
-    if isinstance(layout, Shard):
+    if isinstance(layout, (Shard, Joint)):
         return str(layout)
     return "partial" if isinstance(layout, Partial) else "replicate"
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether the value is the same on every rank."""
+    return isinstance(layout, (Invariant, Replicate))

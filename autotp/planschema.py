@@ -37,8 +37,14 @@ OPTION: dict[str, dict[str, Any]] = {
         "description": "Equal parts, or parts of these sizes, each cut by itself: 2 for a fused gate|up.",
     },
     "heads": {
-        "anyOf": [NUMBER, CONFIG_KEY, {"type": "null"}],
-        "description": "The number of units that are dealt to the ranks, such as num_attention_heads.",
+        "anyOf": [
+            NUMBER,
+            CONFIG_KEY,
+            {"type": "array", "minItems": 2, "items": {"anyOf": [NUMBER, CONFIG_KEY]}},
+            {"type": "null"},
+        ],
+        "description": "The number of units that are dealt to the ranks, such as num_attention_heads; a list "
+        "gives each section its own.",
     },
     "dim": {
         "anyOf": [{"type": "integer", "minimum": -63, "maximum": 63}, {"type": "null"}],

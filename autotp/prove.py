@@ -19,12 +19,12 @@ from torch import nn
 from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
-from autotp.placement import INVARIANT, Partial, Shard, describe
+from autotp.placement import INVARIANT, Shard, describe, is_whole
 from autotp.propagate import dual
 from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import Propagation, draws, propagate
-from autotp.propagate.reads import Read
+from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region, guard_of
 from autotp.propagate.repeated import Unlike, marks, spread
 from autotp.rewrite.edits.edit import Edits
@@ -122,6 +122,7 @@ class _Prover:
         # On one rank nothing is cut, and the traces only show that the model runs.
         cuts = matches.layouts if matches.tp > 1 else {}
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
+        self.proof.reads = held_reads(matches, self.first)
         self.reached: set[str] = set()
         self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
 
@@ -282,7 +283,7 @@ def _notes(whole: Propagation) -> Iterator[Diagnostic]:
     """What a user should know of a proof that holds."""
     for stored in whole.trace.stored:
         layouts = whole.layouts.get(stored.node, [INVARIANT])
-        if isinstance(layouts[0], (Shard, Partial)):
+        if not is_whole(layouts[0]):
             yield Diagnostic(
                 "AT324",
                 f"the forward leaves {stored.name} on the model, of which each rank holds its own part",

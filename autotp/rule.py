@@ -99,9 +99,16 @@ def _count(value: object, what: str, least: int) -> str | None:
 
 
 def _heads(value: object) -> object:
-    if value is not None and (why := _count(value, "heads", 1)):
-        raise refuse("AT111", why, help=_number_in_text(value))
-    return value
+    if not isinstance(value, (list, tuple)):
+        if value is not None and (why := _count(value, "heads", 1)):
+            raise refuse("AT111", why, help=_number_in_text(value))
+        return value
+    if len(value) < 2:
+        raise refuse("AT111", f"a list of heads has one for each of at least 2 sections, not {len(value)}")
+    for index, number in enumerate(value):
+        if why := _count(number, "heads", 1):
+            raise refuse("AT111", why, help=_number_in_text(number), at=(index,))
+    return tuple(value)
 
 
 def _sections(value: object) -> object:
@@ -138,6 +145,8 @@ class Rule(Declared):
       keys), each cut by itself: 2 for a fused gate|up, 3 for an equal q|k|v.
     - `heads`: the number of units that are dealt to the ranks, in every section; a number or a
       config key such as `num_attention_heads`. A unit is never cut. Without it one feature is a unit.
+      A list gives each section its own: `[num_attention_heads, num_key_value_heads,
+      num_key_value_heads]` for a fused q|k|v; without `sections` the heads are equally wide.
     - `dim`: the dim that is cut; needed for a parameter or buffer, and for a weight [in, out] where
       only the headers of a file are known.
 
@@ -153,7 +162,7 @@ class Rule(Declared):
     gather_output: Annotated[bool, BeforeValidator(_flag)] = False
     split_input: Annotated[bool, BeforeValidator(_flag)] = False
     sections: Annotated[int | tuple[int | str, ...] | None, BeforeValidator(_sections)] = None
-    heads: Annotated[int | str | None, BeforeValidator(_heads)] = None
+    heads: Annotated[int | str | tuple[int | str, ...] | None, BeforeValidator(_heads)] = None
     dim: Annotated[int | None, BeforeValidator(_dim)] = None
 
     if TYPE_CHECKING:
@@ -165,7 +174,7 @@ class Rule(Declared):
             gather_output: bool = False,
             split_input: bool = False,
             sections: int | tuple[int | str, ...] | list[int | str] | None = None,
-            heads: int | str | None = None,
+            heads: int | str | tuple[int | str, ...] | list[int | str] | None = None,
             dim: int | None = None,
         ) -> None: ...
 
@@ -200,8 +209,9 @@ class Rule(Declared):
     def to_data(self) -> str | dict[str, Any]:
         """The shortest plan-file form: a style, or a mapping of what is not the default."""
         given = self.model_dump(exclude_defaults=True)
-        if isinstance(self.sections, tuple):
-            given["sections"] = list(self.sections)
+        for name in ("sections", "heads"):
+            if isinstance(given.get(name), tuple):
+                given[name] = list(given[name])
         return self.style if list(given) == ["style"] else given
 
 

@@ -110,11 +110,18 @@ def _bias_misfits(rule: Rule, module: ModuleInfo, dim: int) -> Fault | None:
 
 
 def cut_module(
-    rule: Rule, module: ModuleInfo, *, tp: int, config: Mapping[str, object], ruled: Collection[str] = ()
+    rule: Rule,
+    module: ModuleInfo,
+    *,
+    tp: int,
+    config: Mapping[str, object],
+    ruled: Collection[str] = (),
+    beside: Collection[int] = (),
 ) -> dict[str, Shard] | Fault:
     """The cuts of a module's tensors by full name, or why the rule does not fit it.
 
-    `ruled` are the tensors that have a rule of their own.
+    `ruled` are the tensors that have a rule of their own, `beside` the numbers of heads that `shard_of`
+    takes.
     """
     if rule.style == "replicate":
         return {}
@@ -133,7 +140,9 @@ def cut_module(
         return Fault("AT214", message, (_local_shapes(module),), help)
     weight, bias = module.tensors["weight"], module.tensors.get("bias")
     feature = FEATURE[rule.style]
-    shard = shard_of(rule, dim=dim, size=weight.shape[dim], feature=feature, tp=tp, config=config)
+    shard = shard_of(
+        rule, dim=dim, size=weight.shape[dim], feature=feature, tp=tp, config=config, beside=beside
+    )
     if isinstance(shard, Fault):
         return Fault(shard.code, shard.message, (*shard.notes, _local_shapes(module)), shard.help)
     cuts = {weight.name: shard}
@@ -143,7 +152,13 @@ def cut_module(
 
 
 def cut_tensor(
-    rule: Rule, tensor: TensorInfo, *, tp: int, config: Mapping[str, object], owner: ModuleInfo
+    rule: Rule,
+    tensor: TensorInfo,
+    *,
+    tp: int,
+    config: Mapping[str, object],
+    owner: ModuleInfo,
+    beside: Collection[int] = (),
 ) -> dict[str, Shard] | Fault:
     """The cut of one parameter or buffer by its full name, or why the rule does not fit it."""
     if rule.style == "replicate":
@@ -166,8 +181,9 @@ def cut_tensor(
     if not -rank <= rule.dim < rank:
         return Fault("AT207", f"dim is {rule.dim}, and the tensor has {counted(rank, 'dims')}", notes)
     dim = rule.dim % rank
+    feature = f"elements of dim {dim}"
     shard = shard_of(
-        rule, dim=dim, size=tensor.shape[dim], feature=f"elements of dim {dim}", tp=tp, config=config
+        rule, dim=dim, size=tensor.shape[dim], feature=feature, tp=tp, config=config, beside=beside
     )
     if isinstance(shard, Fault):
         return Fault(shard.code, shard.message, (*shard.notes, *notes), shard.help)

@@ -29,7 +29,7 @@ from autotp.diagnostic import UsageError
 from autotp.placement import Shard
 from autotp.propagate.engine import draws
 from autotp.rewrite.apply import apply
-from autotp.slicing import merge
+from autotp.slicing import merge, split
 from autotp.trace.inputs import Samples, make
 from autotp.trace.recorder import TraceError, Val, record, tensors_in
 
@@ -261,12 +261,11 @@ def _gradients(
         if wanted is None or any(p is None for p in parts):
             found[name] = (float("inf"), False)
             continue
-        shard = layouts.get(name)
-        got = [merge(parts, shard)] if shard is not None else parts
         own = float(wanted.abs().max()) if wanted.numel() else 0.0
         scale = max(own, FLOOR * largest) or 1.0
+        pairs = zip(_parts(wanted, layouts.get(name), len(runs)), parts, strict=True)
         difference = max(
-            _distance(wanted, g) if g.shape == wanted.shape else float("inf") for g in got if g is not None
+            _distance(a, b) if b is not None and a.shape == b.shape else float("inf") for a, b in pairs
         )
         found[name] = (difference / scale, own <= 1e-12 * largest)
     return found
@@ -275,12 +274,19 @@ def _gradients(
 def _merged_equal(base: nn.Module, runs: Sequence[_Run], layouts: Mapping[str, Shard]) -> bool:
     """Whether the ranks' parts give back every parameter (buffers may change in a train forward)."""
     for name, tensor in base.named_parameters():
-        parts = [run.state[name] for run in runs]
         shard = layouts.get(name)
-        whole = [merge(parts, shard)] if shard is not None else parts
-        if any(w.shape != tensor.shape or not torch.equal(w, tensor.detach()) for w in whole):
+        parts = [run.state[name] for run in runs]
+        wanted = _parts(tensor.detach(), shard, len(runs))
+        if not all(torch.equal(a, b) for a, b in zip(wanted, parts, strict=True)):
+            return False
+        if shard is not None and not torch.equal(merge(parts, shard), tensor.detach()):
             return False
     return True
+
+
+def _parts(whole: Tensor, shard: Shard | None, tp: int) -> list[Tensor]:
+    """What each rank is to have of a tensor; what several hold, every one of them."""
+    return [whole] * tp if shard is None else split(whole, shard)
 
 
 @contextlib.contextmanager

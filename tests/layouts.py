@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Deal, Layout, Partial, Replicate, Shard, deal
+from autotp.placement import (
+    INVARIANT,
+    PARTIAL,
+    REPLICATE,
+    Deal,
+    Joint,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    deal,
+)
 
 __all__ = ["Placed", "cut", "cuts", "indices", "part", "parts", "placements", "sides", "tensor"]
 
@@ -79,7 +90,22 @@ def indices(shard: Shard, size: int, rank: int) -> torch.Tensor:
     return torch.tensor(held, dtype=torch.long)
 
 
+def block(layout: Joint, shape: Sequence[int], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements of both dims that `rank` holds: every pair of them, and no other."""
+    units, each = (shape[dim] for dim in layout.dims)
+    size = units * each // layout.deal.units
+    held = [divmod(place, each) for unit in range(*layout.deal.ranges[rank]) for place in
+            range(unit * size, unit * size + size)]  # fmt: skip
+    first, second = (sorted({pair[n] for pair in held}) for n in (0, 1))
+    assert sorted(held) == [(a, b) for a in first for b in second]
+    return torch.tensor(first), torch.tensor(second)
+
+
 def part(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    if isinstance(layout, Joint):
+        for dim, held in zip(layout.dims, block(layout, value.shape, rank), strict=True):
+            value = value.index_select(dim, held)
+        return value
     if not isinstance(layout, Shard):
         return value
     return value.index_select(layout.dim, indices(layout, value.shape[layout.dim], rank))
@@ -100,6 +126,8 @@ def sides(gradient: torch.Tensor, layout: Layout, tp: int) -> list[torch.Tensor]
     """
     if isinstance(layout, Replicate):
         return parts(gradient, PARTIAL, tp)
+    if isinstance(layout, Joint):
+        return parts(gradient, layout, tp)
     if not isinstance(layout, Shard):
         return [gradient] * tp
     size = gradient.shape[layout.dim]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autotp.placement import Layout, Partial, Shard
+from autotp.placement import Joint, Layout, Partial, Shard
 from tests.layouts import Placed, cut, cuts, placements, tensor
 from tests.replay import Recorded
 
@@ -64,7 +64,7 @@ def hold(case: Case) -> Tally:
         for combination in itertools.product(*per_input):
             layouts = tuple(layout for layout, _ in combination)
             went = case.recorded.run(combination, tp)
-            if any(isinstance(layout, (Partial, Shard)) for layout in layouts):
+            if any(isinstance(layout, (Joint, Partial, Shard)) for layout in layouts):
                 accepted, refused = accepted + went, refused + (not went)
             if went:
                 taken.add(layouts)

@@ -156,16 +156,16 @@ def test_plan_of_a_llama_with_grouped_heads(here):
         == """\
 gqa: plan llama (shipped), tp 4, names and shapes only
 
-rule              in              style   how it is cut                    tensors     a rank holds
-embed_tokens      model           vocab   101 rows -> 26 + 3 x 25                1    4.7 - 4.9 KiB
-self_attn.q_proj  model.layers.*  column  6 kv heads -> 2 x 2 + 2 x 1            2   6.0 - 12.0 KiB
-self_attn.k_proj  model.layers.*  column  6 kv heads -> 2 x 2 + 2 x 1            2    3.0 - 6.0 KiB
-self_attn.v_proj  model.layers.*  column  6 kv heads -> 2 x 2 + 2 x 1            2    3.0 - 6.0 KiB
-self_attn.o_proj  model.layers.*  row     6 kv heads -> 2 x 2 + 2 x 1            2   6.0 - 12.0 KiB
-mlp.gate_proj     model.layers.*  column  130 features -> 2 x 33 + 2 x 32        2  12.0 - 12.4 KiB
-mlp.up_proj       model.layers.*  column  130 features -> 2 x 33 + 2 x 32        2  12.0 - 12.4 KiB
-mlp.down_proj     model.layers.*  row     130 features -> 2 x 33 + 2 x 32        2  12.0 - 12.4 KiB
-lm_head                           column  101 features -> 26 + 3 x 25            1    4.7 - 4.9 KiB
+rule              in          style   how it is cut                        tensors     a rank holds
+embed_tokens      model       vocab   101 rows -> 26 + 3 x 25                    1    4.7 - 4.9 KiB
+self_attn.q_proj  ….layers.*  column  12 attention heads -> 2 x 4 + 2 x 2        2   6.0 - 12.0 KiB
+self_attn.k_proj  ….layers.*  column  6 kv heads -> 2 x 2 + 2 x 1                2    3.0 - 6.0 KiB
+self_attn.v_proj  ….layers.*  column  6 kv heads -> 2 x 2 + 2 x 1                2    3.0 - 6.0 KiB
+self_attn.o_proj  ….layers.*  row     12 attention heads -> 2 x 4 + 2 x 2        2   6.0 - 12.0 KiB
+mlp.gate_proj     ….layers.*  column  130 features -> 2 x 33 + 2 x 32            2  12.0 - 12.4 KiB
+mlp.up_proj       ….layers.*  column  130 features -> 2 x 33 + 2 x 32            2  12.0 - 12.4 KiB
+mlp.down_proj     ….layers.*  row     130 features -> 2 x 33 + 2 x 32            2  12.0 - 12.4 KiB
+lm_head                       column  101 features -> 26 + 3 x 25                1    4.7 - 4.9 KiB
 
 whole on every rank: 5 tensors, 960 B
   model.layers.*.input_layernorm.weight                384 B  no rule matches it

@@ -135,7 +135,7 @@ def test_the_bias_of_a_row_layer_stays_whole_by_its_rule():
 
 def test_a_rule_that_is_refused_is_the_reason_and_no_second_finding():
     inventory = llama()
-    matches = match(Plan(rules=LLAMA), inventory, 4)  # 3 kv heads over 4 ranks
+    matches = match(Plan(rules=LLAMA), inventory, 7)  # 6 query heads over 7 ranks
     found = {r.name: r.why for r in left_whole(inventory, matches, matches.layouts)}
     assert found["model.layers.*.self_attn.k_proj.weight"] == "its rule `k_proj` is refused"
     assert [f.code for f in cost_findings(inventory, matches, matches.layouts)] == []

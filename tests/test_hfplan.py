@@ -137,16 +137,16 @@ def heads_of(config: Any) -> dict[str, Any]:
 def test_heads_come_from_the_config():
     grouped = "num_key_value_heads"
     block = "layers.*.self_attn."
-    assert heads_of(transformers.LlamaConfig()) == {
-        f"{block}{name}": grouped for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-    }
+    by_kv = {f"{block}{name}": grouped for name in ("k_proj", "v_proj")}
+    by_query = {f"{block}{name}": "num_attention_heads" for name in ("q_proj", "o_proj")}
+    assert heads_of(transformers.LlamaConfig()) == by_kv | by_query
     latent = heads_of(transformers.DeepseekV2Config())  # one latent for all heads: there are no kv heads
     assert latent.pop(f"{block}q_proj") == "num_attention_heads"
     assert latent == {f"{block}{n}": "num_attention_heads" for n in ("q_b_proj", "kv_b_proj", "o_proj")}
     fused = heads_of(transformers.GPTNeoXConfig())
     assert fused == {f"layers.*.attention.{n}": "num_attention_heads" for n in ("query_key_value", "dense")}
     assert heads_of(transformers.Phi3Config()) == {}  # gathered, so nothing is dealt
-    assert heads_of({"model_type": "granite_swa"})[f"{block}sinks"] == grouped
+    assert heads_of({"model_type": "granite_swa"})[f"{block}sinks"] == "num_attention_heads"
 
 
 @pytest.mark.parametrize(

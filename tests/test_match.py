@@ -239,12 +239,26 @@ def test_a_tied_llama_with_only_the_embedding_ruled() -> None:
     )
 
 
-def test_more_ranks_than_kv_heads_is_refused_before_anything_runs() -> None:
-    found = match(Plan.load("llama"), real("LlamaForCausalLM"), 7)
+def test_more_ranks_than_query_heads_is_refused_before_anything_runs() -> None:
+    found = match(Plan.load("llama"), real("LlamaForCausalLM"), 13)
     refused = errors(found.diagnostics)
     assert {d.code for d in refused} == {"AT203"} and len(refused) == 4
-    assert all("6 kv heads over tp=7: fewer heads than ranks" in d.message for d in refused)
-    assert all(d.help == ("tp sizes that work here: 1, 2, 3, 4, 5, 6",) for d in refused)
+    told = [f"{heads} over tp=13: fewer heads than ranks" for heads in ("12 attention heads", "6 kv heads")]
+    assert [d.message for d in refused] == [told[0], told[1], told[1], told[0]]
+    assert {d.help for d in refused} == {
+        ("tp sizes that work here: 1 to 12",),
+        ("tp sizes that work here: 1, 2, 3, 4, 5, 6",),
+    }
+
+
+def test_ranks_share_kv_heads_up_to_the_number_of_query_heads() -> None:
+    layouts = clean("llama", real("LlamaForCausalLM"), 7).layouts
+    held = {}
+    for name, size, head in (("q_proj", 48, 4), ("k_proj", 24, 4), ("v_proj", 24, 4)):
+        shard = layouts[f"model.layers.0.self_attn.{name}.weight"]
+        held[name] = [[edge // head for edge in shard.ranges(size, rank)[0]] for rank in range(7)]
+    assert held["k_proj"] == held["v_proj"] == [[0, 1], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]
+    assert held["q_proj"] == [[0, 1], [1, 2], [2, 4], [4, 6], [6, 8], [8, 10], [10, 12]]
 
 
 def test_a_plan_is_read_and_matched_without_torch() -> None:

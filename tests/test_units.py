@@ -43,6 +43,64 @@ def test_kv_heads_deal_query_heads_and_one_rank_holds_all() -> None:
     assert alone.layouts["q.weight"].local_shape((48, 48), 0) == (48, 48)
 
 
+GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 2}
+Q, KV = "num_attention_heads", "num_key_value_heads"
+
+
+def grouped(q: int, kv: int, head: int = 4) -> tuple[Any, dict[str, Any]]:
+    """An attention with these heads, and its plan."""
+    layers = [linear(f"attn.{n}", 16, h * head) for n, h in (("q", q), ("k", kv), ("v", kv))]
+    inventory = model(*layers, linear("attn.o", q * head, 16), module("attn", "other", scale=(kv, 1)),
+                      config={Q: q, KV: kv})  # fmt: skip
+    column = {n: {"style": "column", "heads": h} for n, h in (("q", Q), ("k", KV), ("v", KV))}
+    scale = {"style": "column", "dim": 0, "heads": KV}
+    return inventory, {**column, "o": {"style": "row", "heads": Q}, "attn.scale": scale}
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "tp", "queries", "keys"),
+    [
+        (6, 3, 2, [4, 2], [[0, 1], [2]]),  # query heads follow their kv heads
+        (2, 1, 2, [1, 1], [[0], [0]]),
+        (6, 2, 4, [2, 1, 2, 1], [[0], [0], [1], [1]]),
+        (4, 1, 3, [2, 1, 1], [[0], [0], [0]]),
+        (6, 3, 4, [1, 1, 2, 2], [[0], [0], [1], [2]]),
+        (14, 2, 4, [4, 3, 4, 3], [[0], [0], [1], [1]]),
+        (8, 2, 8, [1] * 8, [[0]] * 4 + [[1]] * 4),
+    ],
+)
+def test_fewer_kv_heads_than_ranks_are_shared(
+    q: int, kv: int, tp: int, queries: list[int], keys: list[list[int]]
+) -> None:
+    inventory, plan = grouped(q, kv)
+    found = clean(plan, inventory, tp).layouts
+    assert [found["attn.q.weight"].local_size(4 * q, rank) for rank in range(tp)] == [4 * n for n in queries]
+    assert found["attn.o.weight"] == found["attn.q.weight"].at(1)
+    assert found["attn.k.weight"] == found["attn.v.weight"] == found["attn.scale"] == found["attn.k.bias"]
+    held = [[(4 * heads[0], 4 * heads[-1] + 4)] for heads in keys]
+    assert [found["attn.k.weight"].ranges(4 * kv, rank) for rank in range(tp)] == held
+
+
+def test_sections_of_one_weight_have_heads_of_their_own() -> None:
+    layers = model(linear("a.qkv", 16, 40), linear("b.mqa", 16, 32), linear("c.mix", 16, 76), config=GROUPED)
+    plan = {
+        "qkv": {"style": "column", "heads": [Q, KV, KV]},
+        "mqa": {"style": "column", "heads": [6, 1, 1]},
+        "mix": {"style": "column", "sections": [30, 20, 20, 6], "heads": [6, 1, 1, 6]},
+    }
+    found = clean(plan, layers, 4).layouts
+    assert [found["a.qkv.weight"].ranges(40, rank) for rank in range(4)] == [
+        [(0, 8), (24, 28), (32, 36)],
+        [(8, 12), (24, 28), (32, 36)],
+        [(12, 20), (28, 32), (36, 40)],
+        [(20, 24), (28, 32), (36, 40)],
+    ]
+    assert found["b.mqa.weight"].sections is not None
+    assert found["b.mqa.weight"].sections[1:] == ((4, None), (4, None))
+    assert found["b.mqa.weight"].ranges(32, 2) == [(16, 20), (24, 28), (28, 32)]
+    assert found["c.mix.weight"].ranges(76, 3) == [(25, 30), (30, 50), (50, 70), (75, 76)]
+
+
 REFUSED = {
     "fewer heads than ranks": (
         {"q_proj": {"style": "column", "heads": "num_attention_heads"}},
@@ -59,7 +117,9 @@ REFUSED = {
         "error[AT203]: layers.0.self_attn.q_proj: 1 kv head over tp=2: fewer heads than ranks\n"
         "  = note: heads: num_key_value_heads = 1 in the model's config\n"
         "  = note: weight f32[48,48]\n"
-        "  = help: tp sizes that work here: 1",
+        "  = help: tp sizes that work here: 1\n"
+        "  = help: ranks can share kv heads where the query heads beside them are dealt: "
+        "`heads: num_attention_heads` on the query layer and on the row layer after it",
     ),
     "fewer features than ranks": (
         {"0.self_attn.q_proj": {"style": "row", "sections": 24}},
@@ -98,6 +158,26 @@ REFUSED = {
         "  = note: in the model's config: vocab_size = 3, num_key_value_heads = 1\n"
         "  = note: weight f32[48,48]\n"
         "  = help: sections are counted in elements of the dim, not in heads",
+    ),
+    "heads of equal width that do not divide": (
+        {"0.self_attn.q_proj": {"style": "column", "heads": [3, 1, 1]}},
+        2,
+        "error[AT204]: layers.0.self_attn.q_proj: 3 + 1 + 1 = 5 heads do not divide 48 output features\n"
+        "  = note: weight f32[48,48]\n"
+        "  = help: heads that are not equally wide need the sizes of their `sections`, too",
+    ),
+    "heads for other sections": (
+        {"0.self_attn.q_proj": {"style": "column", "sections": 3, "heads": [2, 2]}},
+        2,
+        "error[AT204]: layers.0.self_attn.q_proj: 2 numbers of heads for 3 sections\n"
+        "  = note: weight f32[48,48]",
+    ),
+    "a section with fewer heads than ranks, and no multiple of them": (
+        {"0.self_attn.q_proj": {"style": "column", "sections": [32, 16], "heads": [8, 3]}},
+        4,
+        "error[AT203]: layers.0.self_attn.q_proj: 3 heads of a section over tp=4: fewer heads than ranks\n"
+        "  = note: weight f32[48,48]\n"
+        "  = help: tp sizes that work here: 1, 2, 3",
     ),
     "heads that do not divide a section": (
         {"0.self_attn.q_proj": {"style": "column", "sections": [32, 16], "heads": 32}},

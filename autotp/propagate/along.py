@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from autotp.diagnostic import UsageError
 from autotp.explanation import Explanation, Mapped, Step
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard
 from autotp.propagate.engine import Propagation, op_name
 from autotp.propagate.regions import border
 from autotp.prove import Proof
@@ -147,6 +147,8 @@ class _Walk:
         return ", ".join([*found, f"refused: {self.codes[node]}"] if node in self.codes else found)
 
     def _words(self, layout: Layout, shape: tuple[int, ...]) -> str:
+        if isinstance(layout, Joint):
+            return str(layout)
         if isinstance(layout, Shard):
             return cut_words(layout, shape[layout.dim])
         return "partial" if isinstance(layout, Partial) else "replicate"
@@ -214,7 +216,7 @@ class _Walk:
 
     def _follows(self, node: fx.Node) -> str:
         """Which values decide the placement of an op's result."""
-        parts = [n for n in node.all_input_nodes if isinstance(self._seen(n, node), (Shard, Partial))]
+        parts = [n for n in node.all_input_nodes if isinstance(self._seen(n, node), (Shard, Joint, Partial))]
         layout = self._layout(node)
         if layout is None:
             return f"reads {self._listed(node.all_input_nodes)}"
@@ -223,7 +225,7 @@ class _Walk:
         said = self._listed(parts)
         if isinstance(layout, Partial) and any(isinstance(self._layout(n), Shard) for n in parts):
             return f"each rank sums its part of {said}"
-        if isinstance(layout, (Shard, Partial)):
+        if isinstance(layout, (Shard, Joint, Partial)):
             return f"follows {said}"
         return f"of {said}"
 

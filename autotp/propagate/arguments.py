@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotp.placement import Layout, Shard
+from autotp.placement import Joint, Layout, Shard
 from autotp.propagate.call import normal_dim
 
 __all__ = ["Local", "expected", "local_shape"]
@@ -20,7 +20,7 @@ __all__ = ["Local", "expected", "local_shape"]
 
 def local_shape(shape: tuple[int, ...], layout: Layout, rank: int) -> tuple[int, ...]:
     """The shape of a rank's part of a value."""
-    return layout.local_shape(shape, rank) if isinstance(layout, Shard) else shape
+    return layout.local_shape(shape, rank) if isinstance(layout, (Shard, Joint)) else shape
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,13 @@ def _repeats(local: Local, got: Any) -> list[int]:
 
 
 def _interleaved(local: Local, got: Any) -> Any:
+    """How often each element stands in a row: units that ranks share, as often as the rank has them."""
     times, dim = local.arguments.get("repeats"), local.arguments.get("dim")
-    if not isinstance(times, int) or dim is None or isinstance(local.layout, Shard):
+    if not isinstance(times, int) or dim is None:
         return times
     dim = normal_dim(dim, len(local.source))
-    return local.results[0][dim] // max(1, local.source[dim])
+    held = local_shape(local.source, local.layout, local.rank)[dim]
+    return local.results[0][dim] // max(1, held)
 
 
 def _groups(name: str, places: int) -> Callable[[Local, Any], Any]:

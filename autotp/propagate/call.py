@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard, describe
+from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard, describe, is_whole
 
 __all__ = [
     "Call",
     "Conflict",
     "Value",
     "counted_once",
-    "held_twice",
     "needs_copy",
     "normal_dim",
     "not_partial",
@@ -53,7 +52,7 @@ class Value:
     @property
     def whole(self) -> bool:
         """Whether the value is the same on all ranks."""
-        return not self.partial and self.shard is None
+        return is_whole(self.layout)
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {describe(self.layout)}"
@@ -120,19 +119,10 @@ class Call:
         return REPLICATE
 
 
-def held_twice(shard: Shard) -> bool:
-    """Whether some elements are on several ranks: whole sections, units that a sub-group of ranks shares.
-
-    A sum over them counts them once for each of their ranks.
-    """
-    deals = [shard.deal] if shard.sections is None else [dealt for _, dealt in shard.sections]
-    return any(dealt is None or len(set(dealt.ranges)) < dealt.tp for dealt in deals)
-
-
 def counted_once(call: Call, value: Value) -> None:
-    """Raise if a sum over the sharded dim would count elements once for each of several ranks."""
+    """Raise if a sum over the sharded dim would count elements once for each rank that holds them."""
     assert value.shard is not None
-    if held_twice(value.shard):
+    if value.shard.shared:
         raise Conflict(
             "AT307",
             f"{call.name} sums over a dim of which several ranks hold the same elements: "

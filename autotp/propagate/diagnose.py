@@ -15,6 +15,7 @@ from torch import fx
 
 from autotp.diagnostic import Diagnostic
 from autotp.match import Matches, Placed
+from autotp.placement import is_whole
 from autotp.propagate.call import Value
 from autotp.propagate.engine import Finding, Propagation, op_name
 from autotp.rule import Rule
@@ -180,9 +181,7 @@ def _whole_layers(finding: Finding, propagation: Propagation) -> list[str]:
 
 
 def _is_whole(node: fx.Node, propagation: Propagation) -> bool:
-    from autotp.placement import Partial, Shard
-
-    return not any(isinstance(x, (Shard, Partial)) for x in propagation.layouts.get(node, []))
+    return all(map(is_whole, propagation.layouts.get(node, [])))
 
 
 def _heads(finding: Finding) -> int | None:

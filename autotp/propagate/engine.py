@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autotp.match import Matches, Placed
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.placement import (INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard, describe, is_whole)
 from autotp.propagate.attention import ATTENTION
 from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy
 from autotp.propagate.contract import CONTRACTIONS
@@ -25,12 +25,13 @@ from autotp.propagate.creation import CREATION
 from autotp.propagate.experts import EXPERTS
 from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.indexing import INDEXING
+from autotp.propagate.joint import joint
 from autotp.propagate.moving import MOVING
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.reads import Read, solve
 from autotp.propagate.reductions import REDUCTIONS
 from autotp.propagate.regions import Region, border, regions_for
-from autotp.propagate.shapes import SHAPES
+from autotp.propagate.shapes import SHAPES, VIEWS
 from autotp.propagate.splitting import SPLITTING
 from autotp.trace.graph import REPEATED, Trace, Val
 
@@ -235,6 +236,8 @@ class Engine:
                 Conflict("AT321", "a tensor comes from an operation that the recorder does not see"),
                 frozenset(),
             )
+        elif cut is not None and cut.deal is not None and cut.deal.whole and name not in self.owners:
+            self._set(node, [REPLICATE])  # one head, on every rank: each has a part of its gradient
         elif cut is not None:
             owners = [p.path for p in self.owners.get(name, ())] or [name]
             self._set(node, [cut], frozenset(owners))
@@ -249,7 +252,7 @@ class Engine:
         """One op call; a conflict is noted and leaves the value unknown."""
         if any(n not in self.result.layouts for n in node.all_input_nodes):
             return
-        cut = (n for n in node.all_input_nodes if not _same(self._seen(n, node)))
+        cut = (n for n in node.all_input_nodes if not is_whole(self._seen(n, node)))
         origins = frozenset().union(*(self.origins[n] for n in cut))
         try:
             if node.target is REPEATED:
@@ -260,10 +263,10 @@ class Engine:
                 source, index = node.args
                 assert isinstance(source, fx.Node) and isinstance(index, int)
                 layout = self.result.layouts[source][index]
-                self._set(node, [layout], origins if not _same(layout) else frozenset())
+                self._set(node, [layout], origins if not is_whole(layout) else frozenset())
                 return
             layouts, computed = self._call(node)
-            whole = all(_same(layout) for layout in layouts)
+            whole = all(is_whole(layout) for layout in layouts)
             self._set(node, layouts, frozenset() if whole else origins, op=computed)
         except Conflict as conflict:
             self._find(node, conflict, origins)
@@ -410,7 +413,8 @@ class Engine:
                 blame=(value,),
                 notes=(f"{value}",),
             )
-        found = rule(call)
+        jointly = any(isinstance(v.layout, Joint) for v in call.values) and call.name not in VIEWS
+        found = joint(call, rule, POINTWISE) if jointly else rule(call)
         return found if isinstance(found, list) else [found] * len(call.results)
 
     def _bind(self, node: fx.Node) -> Call:
@@ -437,7 +441,7 @@ class Engine:
     def _seen(self, node: fx.Node, reader: fx.Node | None) -> Layout:
         layout = self.result.layouts[node][0]
         layout = border(self.result.trace, self.result.regions, node, layout, reader)
-        if reader is None or not _same(layout):
+        if reader is None or not is_whole(layout):
             return layout
         if layout == REPLICATE and node in reader.meta.get("grads", ()):
             return layout
@@ -511,9 +515,18 @@ class Engine:
 
     def _random(self, call: Call, layout: Layout) -> None:
         """Random numbers on a shard must differ from rank to rank, on whole values be the same."""
-        if draws(call.node):
-            found = self.result.random if isinstance(layout, Shard) else self.result.random_whole
-            found.add(call.node.meta["module"])
+        if not draws(call.node):
+            return
+        if isinstance(layout, Shard) and layout.shared:
+            raise Conflict(
+                "AT316",
+                f"{call.name} draws random numbers on elements that several ranks hold, and every rank draws "
+                "others",
+                blame=tuple(call.sharded()),
+                notes=(describe(layout),),
+            )
+        found = self.result.random_whole if is_whole(layout) else self.result.random
+        found.add(call.node.meta["module"])
 
     # -- the layers of the plan, with their mappings around the op
 
@@ -572,6 +585,10 @@ class Engine:
         if value.grad and value.layout == INVARIANT:
             entered = value.node.all_input_nodes[0] if conv1d else value.node
             self.result.copied.setdefault(placed.path, []).append(entered)
+        if (
+            cut.deal is not None and cut.deal.whole
+        ):  # one head, on every rank: each has a part of its gradient
+            return ([INVARIANT] if placed.rule.gather_output and not conv1d else [REPLICATE]), [REPLICATE]
         return ([INVARIANT] if placed.rule.gather_output and not conv1d else [cut]), [cut]
 
     def _row(
@@ -655,7 +672,7 @@ class Engine:
                     notes=(f"{value}",),
                 )
                 self._find(output.node, conflict, self.origins[output.node])
-            if _same(seen):
+            if is_whole(seen):
                 continue
             value = self._value(output.node, None, grad=False)
             if isinstance(layouts[0], Partial):
@@ -679,10 +696,6 @@ _LAYERS: dict[str, Callable[[Engine, Call, Placed], tuple[list[Layout], list[Lay
     "addmm": Engine._linear,
     "embedding": Engine._vocab,
 }
-
-
-def _same(layout: Layout) -> bool:
-    return not isinstance(layout, (Shard, Partial))
 
 
 _RENAMES = ("squeeze", "unsqueeze", "transpose", "t", "swapaxes", "swapdims")  # in their in-place forms

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.placement import PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.match import Matches
+from autotp.placement import PARTIAL, REPLICATE, Layout, Partial, Shard, is_whole
 from autotp.propagate.call import Call, Conflict
 from autotp.propagate.flexible import Grant, grantable
 
-__all__ = ["Read", "solve"]
+__all__ = ["Read", "held_reads", "solve"]
 
 Attempt = Callable[[fx.Node, Mapping[fx.Node, Layout]], list[Layout]]
 Bind = Callable[[fx.Node], Call]
@@ -35,13 +36,26 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Read:
-    """How a whole parameter or buffer is read: summed in backward when `copied`, only a part when `shard`, as
-    a part of a sum when `shared`."""
+    """How a parameter or buffer is read. A whole one: summed in backward when `copied`, only a part when
+    `shard`, as a part of a sum when `shared`. One that the plan cuts by itself, and of which several ranks
+    hold the same elements: summed in backward over these, as `held` says."""
 
     name: str
     copied: bool
     shard: Shard | None = None
     shared: bool = False
+    held: Shard | None = None
+
+
+def held_reads(matches: Matches, aliases: Mapping[str, str]) -> dict[str, Read]:
+    """The tensors that a plan cuts by themselves, with a number for each kv head, where ranks share heads."""
+    found: dict[str, Read] = {}
+    for placed in matches.placed.values():
+        for name, cut in placed.layouts.items() if placed.target == "tensor" and matches.tp > 1 else ():
+            if cut.shared:
+                first = aliases.get(name, name)
+                found[first] = Read(first, copied=False, held=cut)
+    return found
 
 
 class _Solver:
@@ -110,7 +124,7 @@ class _Solver:
             return None
 
     def _whole(self, node: fx.Node) -> bool:
-        return not any(isinstance(x, (Shard, Partial)) for x in self.layouts.get(node, [REPLICATE]))
+        return all(map(is_whole, self.layouts.get(node, [REPLICATE])))
 
     def _cuts(self, node: fx.Node) -> Iterator[Shard]:
         seen: list[Shard] = []

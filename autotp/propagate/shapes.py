@@ -7,19 +7,26 @@ many groups stand in front of the place where the ranks divide the elements.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from autotp.placement import Deal, Layout, Shard, join_pieces
+from autotp.placement import Deal, Joint, Layout, Shard, join_pieces
 from autotp.propagate.call import Call, Conflict, Value, normal_dim, over
+from autotp.propagate.joint import expanded, repeats, split_jointly
 from autotp.propagate.pointwise import expand_as
 
-__all__ = ["SHAPES", "repeated", "view"]
+__all__ = ["SHAPES", "VIEWS", "repeated", "view"]
 
 
 def view(call: Call, value: Value, shape: tuple[int, ...]) -> Layout:
     """The layout of `value` seen as `shape`, elements in the same order."""
+    if isinstance(value.layout, Joint):
+        return view(call, _flat(call, value), shape)
     if value.shard is None:
         return value.layout
-    found = None if 0 in shape or -1 in shape else _seen_as(value.shard, value.shape, shape)
+    known = 0 not in shape and -1 not in shape
+    found: Layout | None = _seen_as(value.shard, value.shape, shape) if known else None
+    if found is None and known:
+        found = _seen_jointly(value.shard, value.shape, shape)
     if found is None:
         raise Conflict(
             "AT308",
@@ -41,6 +48,34 @@ def _seen_as(shard: Shard, source: tuple[int, ...], shape: tuple[int, ...]) -> S
         if size != 1 and groups % before == 0 and size % (pieces * shard.deal.units) == 0:
             return Shard(dim, shard.deal, pieces)
         before *= size
+    return None
+
+
+def _flat(call: Call, value: Value) -> Value:
+    """A joint value with its two dims as one."""
+    assert isinstance(value.layout, Joint)
+    first, second = value.layout.dims
+    if second != first + 1:
+        raise Conflict(
+            "AT308",
+            f"{call.name} of heads and their repeats, which are dealt together and do not stand side by side",
+            blame=(value,),
+            notes=(f"{value}",),
+        )
+    units, each = value.shape[first], value.shape[second]
+    shape = (*value.shape[:first], units * each, *value.shape[second + 1 :])
+    return replace(value, shape=shape, layout=Shard(first, value.layout.deal))
+
+
+def _seen_jointly(shard: Shard, source: tuple[int, ...], shape: tuple[int, ...]) -> Joint | None:
+    """Query heads seen as (kv heads that ranks share, queries of each): one dim becomes two."""
+    for dim in range(len(shape) - 1):
+        merged = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+        found = _seen_as(shard, source, merged)
+        if found is not None and found.dim == dim:
+            jointly = split_jointly(found, shape)
+            if jointly is not None:
+                return jointly
     return None
 
 
@@ -66,7 +101,7 @@ def _view_as(call: Call) -> Layout:
     """The second value gives only its shape; on a rank it is the local one."""
     value, other = call["self"], call["other"]
     found = _view(call)
-    if found != other.layout and (isinstance(found, Shard) or other.shard is not None):
+    if found != other.layout and any(isinstance(x, (Shard, Joint)) for x in (found, other.layout)):
         raise Conflict(
             "AT307",
             f"{call.name} of two values that are cut differently over the ranks",
@@ -139,11 +174,10 @@ def _squeeze(call: Call) -> Layout:
 
 def _expand(call: Call) -> Layout:
     value: Value = call["self"]
-    return (
-        value.layout
-        if value.shard is None
-        else value.shard.at(value.shard.dim + len(call.shape) - value.rank)
-    )
+    if value.shard is None:
+        return value.layout
+    jointly = expanded(value.shard, value.shape, call.shape)
+    return jointly or value.shard.at(value.shard.dim + len(call.shape) - value.rank)
 
 
 def _repeat(call: Call) -> Layout:
@@ -183,13 +217,17 @@ def _repeat_interleave(call: Call) -> Layout:
     if dim is None or normal_dim(dim, value.rank) == shard.dim:
         if counted:
             raise over(call, value, "repeats by a tensor of counts")
-        return repeated(shard, times)
+        dealt = None if dim is None else repeats(shard, value.shape, times)
+        return Shard(shard.dim, dealt) if dealt is not None else repeated(shard, times)
     return shard
 
 
-SHAPES = {
+VIEWS = {
     **dict.fromkeys(["view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel"], _view),
     **dict.fromkeys(["view_as", "reshape_as"], _view_as),
+}
+SHAPES = {
+    **VIEWS,
     **dict.fromkeys(["transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"], _reordered),
     **dict.fromkeys(["t", "numpy_T", "matrix_H", "mT", "mH", "adjoint"], _reordered),
     "unsqueeze": _unsqueeze,

@@ -16,6 +16,8 @@ def added_lines(analysis: Analysis) -> list[tuple[str, str]]:
     lines: dict[tuple[str, str], None] = {}
     for read in analysis.reads:
         words = ["copied where it is read: its gradient is summed"] if read.copied else []
+        if read.held is not None:
+            words.append("its gradient is summed over the ranks that hold the same part")
         if read.shard is not None:
             size = tensors[read.name].shape[read.shard.dim]
             words.append(f"each rank reads its part: {shard_words(read.shard, size, 'elements')}")

@@ -120,6 +120,8 @@ def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
         how = own.reads[name]
         if how.shared:
             return mappings.share(tensor, own.group)
+        if how.held is not None:
+            return mappings.copy_shared(tensor, own.group, shard=how.held)
         value = mappings.copy(tensor, own.group) if how.copied else tensor
         return mappings.slice(value, own.group, shard=how.shard) if how.shard is not None else value
 
