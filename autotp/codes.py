@@ -67,7 +67,10 @@ CODES: dict[str, Code] = {
         "Mend the name, or put the pattern under `optional` if it may be absent.",
     ),
     "AT202": Code("The whole plan matches nothing in the model.", "Take the plan of this model."),
-    "AT203": Code("There are fewer units (heads, rows, features) than ranks.", "Take a tp that works."),
+    "AT203": Code(
+        "There are fewer units (heads, rows, features) than ranks, and they cannot be shared.",
+        "Take a tp that works; kv heads may be shared where the query heads beside them are declared.",
+    ),
     "AT204": Code(
         "The declared heads or sections do not fit the tensor's size.",
         "Declare what the layer holds; sizes can be config keys.",
@@ -230,8 +233,8 @@ def meaning(code: str) -> str:
     """What a code means and what to do, for one line each.
 
     >>> print(meaning("AT203"))
-    AT203: There are fewer units (heads, rows, features) than ranks.
-      = help: Take a tp that works.
+    AT203: There are fewer units (heads, rows, features) than ranks, and they cannot be shared.
+      = help: Take a tp that works; kv heads may be shared where the query heads beside them are declared.
 
     Raises KeyError for a code that there is not.
     """

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from torch import fx
 
@@ -220,9 +221,9 @@ class _Repair:
                 rule = self.assignment[source]
                 grown: Grown | None = dict(self.assignment)
                 for key in keys:
-                    changed = {"heads": rule.heads}
+                    changed: dict[str, Any] = {"heads": rule.heads}
                     if self._size(key) == self._size(source):
-                        changed["sections"] = rule.sections  # type: ignore[assignment]
+                        changed["sections"] = rule.sections
                     grown = self._replaced(grown, key, self.assignment[key].model_copy(update=changed))
                 yield grown
 
