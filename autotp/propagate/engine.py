@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autotp.match import Matches, Placed
-from autotp.placement import (INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard, describe, is_whole)
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard, describe, is_whole
 from autotp.propagate.attention import ATTENTION
 from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy
 from autotp.propagate.contract import CONTRACTIONS

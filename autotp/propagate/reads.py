@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autotp.match import Matches
-from autotp.placement import PARTIAL, REPLICATE, Layout, Partial, Shard, is_whole
+from autotp.placement import PARTIAL, REPLICATE, Layout, Shard, is_whole
 from autotp.propagate.call import Call, Conflict
 from autotp.propagate.flexible import Grant, grantable
 
