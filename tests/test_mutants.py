@@ -15,6 +15,7 @@ from tests import models
 from tests.test_reads import qwen3
 from tests.test_regions import PLAN as RAW
 from tests.test_regions import Net, mixtral
+from tests.test_shipped_plans import build
 
 HEADS = {"style": "column", "heads": "num_key_value_heads"}
 EXPERTS = {
@@ -40,6 +41,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (lambda: qwen3(num_hidden_layers=1), LLAMA),
     "mixtral": (mixtral, EXPERTS),
 }
+# With their shipped plans: parallel branches, fused layers, experts, images, norms of heads, two encoders.
+SHIPPED = (
+    "albert", "apertus", "clip_vision_model", "cohere", "distilbert", "electra", "ernie4_5", "exaone4",
+    "gemma2", "glm4", "gpt_neox", "granitemoe", "mistral", "modernbert", "nemotron", "olmo", "phi", "qwen2_moe",
+    "roberta", "starcoder2", "vit",
+)  # fmt: skip
 
 
 def mutants(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -64,6 +71,13 @@ def mutants(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     names = list(rules)
     for first, second in pairwise(names):
         yield f"swap {first}, {second}", rules | {first: rules[second], second: rules[first]}
+
+
+def shipped(name: str) -> tuple[Any, dict[str, Any]]:
+    """The tiny model of a shipped plan, and those of the plan's rules that it has layers for."""
+    model, plan = build(name), autotp.Plan.load(name)
+    found = autotp.analyze(model, plan, tp=2, check="shapes").matches.placed.values()
+    return lambda: build(name), {k: v for k, v in plan.rules.items() if k in {p.pattern for p in found}}
 
 
 def outcome(factory: Any, plan: dict[str, Any], tp: int) -> str:
@@ -93,18 +107,28 @@ def test_no_mutant_of_a_large_model_is_silently_wrong(name):
     hold(name, 2, step=7)
 
 
-def hold(name: str, tp: int, *, step: int) -> None:
-    factory, plan = CASES[name]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_mutant_of_a_shipped_plan_is_silently_wrong(name):
+    """A few mutants of each, other ones for each."""
+    hold(name, 2, step=29, first=SHIPPED.index(name))
+
+
+def hold(name: str, tp: int, *, step: int, first: int = 0) -> None:
+    factory, plan = CASES[name] if name in CASES else shipped(name)
     right = outcome(factory, plan, tp)
     assert right == "exact"
-    found = {label: outcome(factory, mutant, tp) for label, mutant in list(mutants(plan))[::step]}
+    every = list(mutants(plan))
+    found = {label: outcome(factory, mutant, tp) for label, mutant in every[first % step :: step]}
     counts = Counter(found.values())
-    print(f"{name}, tp {tp}: {len(found)} mutants, {dict(counts)}")
+    print(f"{name}, tp {tp}: {len(found)} of {len(every)} mutants, {dict(counts)}", flush=True)
     assert [label for label, result in found.items() if result == "WRONG"] == []
     assert counts["refused"] >= len(found) / 3
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    import sys
+
+    for case in (*CASES, *SHIPPED):
         for ranks in (2, 3):
-            hold(case, ranks, step=1)
+            hold(case, ranks, step=int(sys.argv[1]) if len(sys.argv) > 1 else 1)

@@ -121,6 +121,27 @@ def test_a_table_that_feeds_a_region_is_copied_at_its_border():
     assert autotp.verify(Looked(), PLAN, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long)).ok
 
 
+def test_places_are_mapped_in_one_order_on_all_ranks():
+    """Sets of text have another order in each process, and the order decides that of the collectives."""
+
+    class Backwards(frozenset):
+        def __iter__(self):
+            return iter(sorted(frozenset.__iter__(self), reverse=True))
+
+    found = []
+    for places in (frozenset(["[0]", "[1]"]), Backwards(["[0]", "[1]"])):
+        order: list[float] = []
+        own = _Own(None, region=Region("part", places))
+
+        def mapping(x, group, order=order):
+            order.append(float(x))
+            return x
+
+        _mapped([torch.tensor(1.0), torch.tensor(2.0)], own, places, mapping, "returns")
+        found.append(order)
+    assert found == [[1.0, 2.0], [1.0, 2.0]]
+
+
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("functional", [False, True])
 def test_a_bias_in_the_sum_is_shared(functional, tp):
