@@ -44,8 +44,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 # With their shipped plans: parallel branches, fused layers, experts, images, norms of heads, two encoders.
 SHIPPED = (
     "albert", "apertus", "clip_vision_model", "cohere", "distilbert", "electra", "ernie4_5", "exaone4",
-    "gemma2", "glm4", "gpt_neox", "granitemoe", "mistral", "modernbert", "nemotron", "olmo", "phi", "qwen2_moe",
-    "roberta", "starcoder2", "vit",
+    "gemma2", "glm4", "gpt_neox", "granitemoe", "mistral", "modernbert", "nemotron", "olmo", "phi",
+    "qwen2_moe", "roberta", "starcoder2", "vit",
 )  # fmt: skip
 
 
