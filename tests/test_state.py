@@ -10,9 +10,10 @@ import autotp
 from autotp.comm import Group, simulate
 from autotp.nn import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
 from tests import models
+from tests.conftest import as_rank
 from tests.whole import MODELS, build, outcome
 
-NAMES = list(MODELS)
+NAMES = [pytest.param(n, marks=pytest.mark.slow) if n == "edited" else n for n in MODELS]
 
 
 def same(found, wanted) -> None:
@@ -42,9 +43,9 @@ def round_trip(group: Group, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_whole_state_goes_in_and_comes_out(run, name: str) -> None:
+def test_the_whole_state_goes_in_and_comes_out(ranks, name: str) -> None:
     wanted = build(name, seed=1).state_dict()
-    for found in run(round_trip, name):
+    for found in (*ranks(2)(as_rank, round_trip, name), *simulate(3, lambda group: round_trip(group, name))):
         same(found, wanted)
 
 

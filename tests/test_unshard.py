@@ -12,6 +12,7 @@ from torch import nn
 import autotp
 from autotp.comm import Group, simulate
 from tests import models
+from tests.conftest import as_rank
 from tests.whole import MODELS, build, outcome
 
 PLAN = {"fc1": "column", "fc2": "row"}
@@ -52,9 +53,12 @@ def there_and_back(group: Group, name: str) -> None:
             torch.testing.assert_close(p.grad, gradients[n], rtol=0, atol=1e-10 * largest)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_classes_weights_gradients_and_hooks_come_back(run, name: str) -> None:
-    run(there_and_back, name)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "edited" else n for n in MODELS]
+)
+def test_classes_weights_gradients_and_hooks_come_back(ranks, name: str) -> None:
+    ranks(2)(as_rank, there_and_back, name)
+    simulate(3, lambda group: there_and_back(group, name))
 
 
 def trained(group: Group) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests import models
+from tests import edited, models
 from tests.test_reads import PLAN
 from tests.test_regions import PLAN as RAW
 from tests.test_regions import Net
@@ -42,6 +42,7 @@ MODELS = {
          "mlp.fc2": "row"},
         (IDS,),
     ),
+    "edited": (lambda: edited.NanoGPT(heads=3, layers=1), edited.nanogpt_plan(3), (IDS,)),
 }  # fmt: skip
 
 
