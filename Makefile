@@ -31,6 +31,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(RUN) -m benchmarks.dry_run
+	$(RUN) -m benchmarks.checkpoint
 	$(RUN) -m benchmarks.analyze
 
 zoo: $(READY)
