@@ -1,0 +1,42 @@
+"""Every shipped plan's family, there and back at any number of ranks: the same files, header bytes too."""
+
+import hashlib
+
+import pytest
+
+from autotp.checkpoint import convert, merge, reshard
+from autotp.checkpoint.manifest import load_manifest
+from tests.checkpoints import tree
+from tests.test_shipped_plans import MODELS, SOME, build, save
+
+
+def hashes(folder):
+    return {name: hashlib.sha256(data).hexdigest() for name, data in tree(folder).items()}
+
+
+def eight_heads(name):
+    """Sizes that 8 ranks can share, of which 3 ranks hold unequal parts."""
+    keys = ("num_attention_heads", "num_key_value_heads", "n_heads")
+    return {key: 8 for key in keys if key in MODELS[name][1]}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_there_and_back(tmp_path, name):
+    source = tmp_path / "in"
+    source.mkdir()
+    save(build(name, **eight_heads(name)), source)
+    expected = hashes(source)
+    for tp in (2, 3, 4, 8):
+        convert(source, tmp_path / f"tp{tp}", plan=name, tp=tp, check="shapes")
+        assert len(load_manifest(tmp_path / f"tp{tp}").layouts) > 3
+        merge(tmp_path / f"tp{tp}", tmp_path / f"back{tp}")
+        assert hashes(tmp_path / f"back{tp}") == expected
+    before = tmp_path / "tp2"
+    for tp in (3, 8, 1):
+        after = tmp_path / f"again{tp}"
+        reshard(before, after, tp=tp, check="shapes")
+        if tp > 1:
+            assert hashes(after) == hashes(tmp_path / f"tp{tp}")
+        before = after
+    merge(before, tmp_path / "back")
+    assert hashes(tmp_path / "back") == expected
