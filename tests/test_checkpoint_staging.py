@@ -291,3 +291,64 @@ def test_a_target_inside_the_source(tmp_path, place):
     )
     assert tree(tmp_path) == before
     convert(source / "model.safetensors", source / "out", plan={"up": "column"}, tp=2, check="shapes")
+
+
+# On a disk of 20 MiB of its own if this machine lets us mount one, else under a limit of the size of files.
+ON_A_SMALL_DISK = """
+import json, os, resource, shutil, signal, subprocess, sys
+from pathlib import Path
+from autotp.checkpoint import convert, merge
+from autotp.diagnostic import CheckpointError
+source, disk = map(Path, sys.argv[1:3])
+mounted = not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk]).returncode
+filler, said = disk / "filler", []
+def filled(done, total, name):
+    if mounted and not filler.exists():
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - (4 << 20)))
+    elif not mounted:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+def freed():
+    filler.unlink(missing_ok=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+def attempt(run, begin, target, **options):
+    try:
+        run(begin, target, progress=filled, **options)
+    except CheckpointError as error:
+        said.append(str(error))
+    freed()
+    said.append(sorted(entry.name for entry in disk.iterdir()))
+options = {"plan": {"up.*": "column"}, "tp": 2, "check": "shapes"}
+attempt(convert, source, disk / "out", **options)
+convert(source, disk / "out", **options)
+attempt(merge, disk / "out", disk / "back")
+merge(disk / "out", disk / "back")
+said.append(mounted)
+if mounted:
+    written = convert(source, disk / "again", dry_run=True, **options)
+    said.append(written.fits)
+    attempt(convert, source, disk / "again", **options)
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full(tmp_path):
+    source = write_checkpoint(
+        tmp_path / "in", {f"up.{i}.weight": random_tensor("F32", (1024, 512), i) for i in range(4)}, files=4
+    )
+    (tmp_path / "disk").mkdir()
+    command = [sys.executable, "-c", ON_A_SMALL_DISK, str(source), str(tmp_path / "disk")]
+    alone = ["unshare", "--map-root-user", "--mount"]
+    inside = alone if shutil.which("unshare") and not subprocess.run([*alone, "true"]).returncode else []
+    done = subprocess.run([*inside, *command], capture_output=True, text=True, check=True)
+    first, left, second, then, mounted, *rest = json.loads(done.stdout)
+    why = "No space left on device" if mounted else "File too large"
+    partial_out = tmp_path / "disk" / ".out.autotp-partial"
+    assert first.startswith(f"{partial_out}/rank-") and first.endswith(f": cannot be written: {why}")
+    assert left == [] and then == ["out"]
+    assert second.endswith(f": cannot be written: {why}")
+    if mounted:
+        fits, refused, there = rest
+        assert not fits and refused.startswith(f"{tmp_path / 'disk' / 'again'}: needs ")
+        assert there == ["back", "out"]
