@@ -365,6 +365,35 @@ def test_a_branch_on_a_value_is_named_as_such():
     assert codes(Asking()) == {"AT326"}
 
 
+class AskingInEval(nn.Module):
+    """A part that asks for values is traced at the second attempt, in the same mode as at the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.mlp = AskingWhole(), TrainedOtherwise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.block(x))
+
+
+class AskingWhole(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class TrainedOtherwise(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        return self.fc2(h.softmax(-1) if self.training else h)
+
+
+def test_a_second_attempt_is_traced_in_the_same_mode():
+    assert codes(AskingInEval().eval()) == {"AT303"}
+
+
 # -- around the model
 
 

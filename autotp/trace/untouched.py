@@ -43,14 +43,17 @@ def untouched(root: nn.Module) -> Iterator[None]:
     False
 
     Inside of another `untouched` of the same module nothing is looked at anew; it restores what that one
-    does.
+    does, but for the train or eval mode of the modules, which a trace is made in.
     """
     outer = _OPEN.get(id(root))
     if outer is not None:
+        flags = [(module, module.training) for module in root.modules()]
         try:
             yield
         finally:
             outer.restore()
+            for module, flag in flags:
+                module.training = flag
         return
     saved = _OPEN[id(root)] = _Saved()
     try:
