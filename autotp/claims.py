@@ -67,7 +67,9 @@ def claim(plan: Plan, inventory: Inventory) -> Claims:
             for pattern in strongest(plan.rules, path):
                 if segments(pattern)[-1] != ANY:
                     matched.add(pattern)
-                    found.append(_holds_nothing(pattern, path, inventory))
+                    inside = [p[len(path) + 1 :] for p in inventory.modules if p.startswith(f"{path}.")]
+                    if inside or plan.rules[pattern].style != "replicate":  # whole is what nothing is
+                        found.append(_holds_nothing(pattern, path, inside))
     return Claims(decided, frozenset(matched), frozenset(disputed), tuple(found))
 
 
@@ -93,9 +95,8 @@ def _tie(plan: Plan, winners: tuple[str, ...], name: str, *, same: bool) -> Foun
     return Found(first, name, Fault("AT208", f"{message}, and say different things", notes, help))
 
 
-def _holds_nothing(pattern: str, path: str, inventory: Inventory) -> Found:
-    """A rule on a module that has no tensors of its own."""
-    inside = [p[len(path) + 1 :] for p in inventory.modules if p.startswith(f"{path}.")]
+def _holds_nothing(pattern: str, path: str, inside: list[str]) -> Found:
+    """A rule on a module that has no tensors of its own, but those of the layers inside of it."""
     if not inside:
         help = ("leave the rule out",)
         return Found(

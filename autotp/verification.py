@@ -30,8 +30,9 @@ from autotp.placement import Shard
 from autotp.propagate.engine import draws
 from autotp.rewrite.apply import apply
 from autotp.slicing import merge, split
+from autotp.trace.capture import capture
 from autotp.trace.inputs import Samples, make
-from autotp.trace.recorder import TraceError, Val, record, tensors_in
+from autotp.trace.recorder import TraceError, Val, tensors_in
 
 __all__ = ["Verification", "compare"]
 
@@ -180,7 +181,7 @@ def _tolerance(model: nn.Module, samples: Samples) -> float:
     """By the least precise floating dtype in the traced forward: models upcast to float32 by hand."""
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     try:
-        for node in record(model, samples.args, samples.kwargs).ops():
+        for node in capture(model, samples.args, samples.kwargs).ops():
             vals = node.meta["val"]
             for val in vals if isinstance(vals, list) else [vals]:
                 if isinstance(val, Val) and val.dtype in TOLERANCE:
@@ -193,7 +194,7 @@ def _tolerance(model: nn.Module, samples: Samples) -> float:
 def _draws_in_train(model: nn.Module, samples: Samples) -> bool:
     """Whether a train forward draws random numbers: then train mode cannot be compared."""
     model.train()
-    return any(map(draws, record(model, samples.args, samples.kwargs).ops()))
+    return any(map(draws, capture(model, samples.args, samples.kwargs).ops()))
 
 
 def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -> _Run:

@@ -93,6 +93,11 @@ def test_a_module_without_parameters() -> None:
     )
 
 
+def test_nothing_is_whole() -> None:
+    inventory = replace(MLP, paths=(*MLP.paths, "act"))
+    assert not clean({"fc1": "column", "fc2": "row", "act": "replicate"}, inventory, 2).diagnostics
+
+
 def test_a_star_at_the_end_passes_over_what_has_no_tensors() -> None:
     inventory = replace(
         model(linear("l.mlp.fc1", 8, 8), linear("l.mlp.fc2", 8, 8)),

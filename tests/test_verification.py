@@ -144,3 +144,25 @@ def test_a_meta_model_is_refused():
         model = models.MLP()
     with pytest.raises(autotp.UsageError, match="this one is on the meta device"):
         autotp.verify(model, PLAN, tp=2)
+
+
+class Asking(nn.Linear):
+    """Asks for a value, so that no op of it can be recorded."""
+
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Behind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.mlp = Asking(16, 16), models.MLP()
+
+    def forward(self, x):
+        return self.mlp(self.first(x))
+
+
+def test_a_part_that_is_not_looked_into_runs_as_it_is():
+    plan = {"fc1": "column", "fc2": "row"}
+    result = autotp.verify(Behind(), plan, tp=2, inputs=torch.randn(5, 16))
+    assert result.ok and result.modes == ("eval", "train")
