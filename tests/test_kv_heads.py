@@ -55,6 +55,25 @@ def test_tensors_with_a_number_for_each_kv_head_may_be_cut_by_the_plan():
         assert [read.name for read in found.reads if read.held] == ["scale"]
 
 
+class Words(nn.Module):
+    """Here the gradient of a kv head flows to parameters alone: to its layer, a norm and an embedding."""
+
+    def __init__(self, queries, keys):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(11, 12), nn.RMSNorm(12)
+        self.attention = Grouped(queries, keys, "expand", scaled=True)
+
+    def forward(self, ids):
+        return self.attention(self.norm(self.words(ids)))
+
+
+def test_a_head_that_every_rank_has_is_no_whole_value_to_copy():
+    ids = torch.arange(10).view(2, 5)
+    verified(Words(4, 1), plan(4, 1), 3, ids)
+    found = autotp.analyze(Words(4, 1), plan(4, 1), tp=3, inputs=ids)
+    assert {read.name for read in found.reads} == {"attention.scale", "attention.feature"}
+
+
 def test_the_sums_over_the_ranks_of_a_head_are_told():
     result = verified(Grouped(6, 2, "enable_gqa"), plan(6, 2), 4)
     found = autotp.analyze(Grouped(6, 2, "enable_gqa"), plan(6, 2), tp=4, inputs=INPUTS)

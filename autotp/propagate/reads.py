@@ -142,10 +142,12 @@ class _Solver:
                     yield cut.at(dim)
 
     def _copies(self, node: fx.Node, values: list[fx.Node]) -> dict[fx.Node, list[Read]]:
-        """The whole values with a gradient that come from parameters alone, with those parameters."""
+        """The whole values with a gradient that come from parameters alone, with those parameters. One whose
+        gradient is a part already, such as a kv head that every rank has, needs no copy."""
         found: dict[fx.Node, list[Read]] = {}
         for value in values:
-            if value in node.meta["grads"] and self._whole(value):
+            parted = REPLICATE in self.layouts.get(value, ())
+            if value in node.meta["grads"] and self._whole(value) and not parted:
                 sources = self._parameters(value)
                 if sources:
                     found[value] = [Read(name, copied=True) for name in sources]

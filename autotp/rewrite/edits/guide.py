@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autotp.placement import Shard
+from autotp.placement import Joint, Shard
 from autotp.propagate.arguments import expected
 from autotp.propagate.engine import Propagation, arguments_of, name_of, named_arguments, op_name
 from autotp.rewrite.edits.compile import holds, made_from, made_of
@@ -210,6 +210,10 @@ def tables(whole: Propagation) -> list[Size]:
     for node, layouts in whole.layouts.items():
         vals = node.meta.get("val")
         for val, layout in zip(vals if isinstance(vals, list) else [vals], layouts, strict=False):
+            if isinstance(layout, Joint) and val is not None:
+                local = [layout.local_shape(val.shape, rank) for rank in range(layout.tp)]
+                for dim in layout.dims:  # the kv heads, and how often each is repeated
+                    sizes.setdefault((val.shape[dim], tuple(shape[dim] for shape in local)))
             if not isinstance(layout, Shard) or val is None:
                 continue
             size = val.shape[layout.dim] // (layout.groups if layout.sections is None else 1)
