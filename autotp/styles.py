@@ -133,7 +133,7 @@ def cut_module(
     if fault := _bias_misfits(rule, module, dim):
         return fault
     unknown = [n for n, t in module.tensors.items() if n not in ("weight", "bias") and t.name not in ruled]
-    if unknown:
+    if unknown and module.kind != "embedding":  # whose class uses them on the rows, when these are whole
         last = module.path.rpartition(".")[2]
         message = f"style {rule.style} does not know its {' and '.join(f'`{name}`' for name in unknown)}"
         help = (f"give it a rule: `{last}.{unknown[0]}: replicate`, or {{style: {rule.style}, dim: …}}",)

@@ -192,9 +192,12 @@ def _tolerance(model: nn.Module, samples: Samples) -> float:
 
 
 def _draws_in_train(model: nn.Module, samples: Samples) -> bool:
-    """Whether a train forward draws random numbers: then train mode cannot be compared."""
+    """Whether a train forward draws random numbers, or may: then train mode cannot be compared."""
     model.train()
-    return any(map(draws, capture(model, samples.args, samples.kwargs).ops()))
+    try:
+        return any(map(draws, capture(model, samples.args, samples.kwargs).ops()))
+    except TraceError:
+        return True
 
 
 def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -> _Run:

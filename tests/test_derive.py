@@ -110,7 +110,8 @@ class Block(nn.Module):
 
 SAMPLE = torch.zeros(5, 7, 24)
 MEGATRON = {
-    **{role: {"style": "column", "heads": 3} for role in "qkv"},
+    "q": {"style": "column", "heads": 6},
+    **{role: {"style": "column", "heads": 3} for role in "kv"},
     "o": "row",
     "gate": "column",
     "up": "column",
@@ -332,8 +333,9 @@ def test_functional_weights():
 # -- numbers
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2, 3, 4])
 def test_it_is_exact(tp):
+    """Over 4 ranks the 3 kv heads of the first block are shared."""
     model = models.randomised(nn.Sequential(Block(), Block(kv=6)))
     result = autotp.verify(model, "auto", tp=tp, inputs=torch.randn(2, 5, 24, dtype=torch.float64))
     assert result.ok and result.tolerance <= 1e-9

@@ -187,7 +187,5 @@ def test_what_stays_whole_is_small_or_known(name):
     linear = [p for p, m in analysis.inventory.modules.items() if m.kind == "linear"]
     whole = {p.rpartition(".")[2] for p in linear if f"{p}.weight" not in analysis.layouts}
     known = {"pooler", "dense", "transform", "vocab_transform", "embeddings_project", "head", "gate"}
-    known |= {"embedding_hidden_mapping_in", "shared_expert_gate"} | (
-        {"lm_head"} if "gemma" in name else set()
-    )
+    known |= {"embedding_hidden_mapping_in", "shared_expert_gate"}
     assert whole <= known, whole

@@ -36,7 +36,7 @@ class Board:
         self.names: dict[str, list[str]] = {}  # first name of a tied tensor -> all of them
         for further, first in self.first.items():
             self.names.setdefault(first, [first]).append(further)
-        self._placed: dict[tuple[str, Rule], Placed | Fault] = {}
+        self._placed: dict[tuple[str, Rule, frozenset[int]], Placed | Fault] = {}
 
     def canonical(self, name: str) -> str:
         """The first name of a tensor."""
@@ -55,19 +55,21 @@ class Board:
         )
         return owner.path if layer else name
 
-    def placed(self, key: str, rule: Rule) -> Placed | Fault:
-        """What a rule cuts of a module or tensor, or why it cannot."""
-        found = self._placed.get((key, rule))
+    def placed(self, key: str, rule: Rule, assignment: Assignment) -> Placed | Fault:
+        """What a rule cuts of a module or tensor, among the others, or why it cannot."""
+        beside = _beside(key, rule, assignment)
+        found = self._placed.get((key, rule, beside))
         if found is None:
-            found = self._placed[key, rule] = self._place(key, rule)
+            found = self._placed[key, rule, beside] = self._place(key, rule, beside)
         return found
 
-    def _place(self, key: str, rule: Rule) -> Placed | Fault:
+    def _place(self, key: str, rule: Rule, beside: frozenset[int]) -> Placed | Fault:
         module = self.inventory.modules.get(key)
         if module is not None and key not in self.tensors:
-            cuts = cut_module(rule, module, tp=self.tp, config={})
+            cuts = cut_module(rule, module, tp=self.tp, config={}, beside=beside)
         else:
-            cuts = cut_tensor(rule, self.tensors[key], tp=self.tp, config={}, owner=self.owner(key))
+            owner = self.owner(key)
+            cuts = cut_tensor(rule, self.tensors[key], tp=self.tp, config={}, owner=owner, beside=beside)
         if isinstance(cuts, Fault):
             return cuts
         declared = rule.heads is not None or rule.sections is not None
@@ -79,7 +81,7 @@ class Board:
         placed: dict[str, Placed] = {}
         layouts: dict[str, Shard] = {}
         for key, rule in assignment.items():
-            one = self.placed(key, rule)
+            one = self.placed(key, rule, assignment)
             if isinstance(one, Fault):
                 return one
             placed[key] = one
@@ -93,7 +95,7 @@ class Board:
     def extended(self, assignment: Assignment, key: str, rule: Rule) -> dict[str, Rule] | None:
         """The assignment with a rule added or changed, and those of tied tensors; None if that cannot be."""
         grown = {**assignment, key: rule}
-        one = self.placed(key, rule)
+        one = self.placed(key, rule, grown)
         if isinstance(one, Fault):
             return grown  # the trial tells why
         for name, cut in one.layouts.items():
@@ -103,9 +105,10 @@ class Board:
                 tied = self._tied(other, cut, rule)
                 if tied is None:
                     return None
-                had = grown.get(self.key(other))
-                if had is None or self.placed(self.key(other), had) != self.placed(self.key(other), tied):
-                    grown[self.key(other)] = tied
+                twin = self.key(other)
+                had = grown.get(twin)
+                if had is None or self.placed(twin, had, grown) != self.placed(twin, tied, grown):
+                    grown[twin] = tied
         return grown
 
     def _tied(self, name: str, cut: Shard, rule: Rule) -> Rule | None:
@@ -124,7 +127,7 @@ class Board:
         """The bytes of matrices that an assignment cuts, tied tensors once."""
         cut: dict[str, Fraction] = {}
         for key, rule in assignment.items():
-            one = self.placed(key, rule)
+            one = self.placed(key, rule, assignment)
             for name, shard in one.layouts.items() if isinstance(one, Placed) else ():
                 tensor = self.tensors[name]
                 if len(tensor.shape) > 1 and tensor.shape[shard.dim]:
@@ -139,3 +142,16 @@ class Board:
             for key in assignment:
                 if key == origin or (key in self.tensors and self.canonical(key) == origin):
                     yield key
+
+
+def _beside(key: str, rule: Rule, assignment: Assignment) -> frozenset[int]:
+    """The numbers of heads that column rules declare in the module of a key, as `match` counts them."""
+    if rule.heads is None:
+        return frozenset()
+    home = key.rpartition(".")[0]
+    found: set[int] = set()
+    for other, theirs in {**assignment, key: rule}.items():
+        if theirs.style == "column" and other.rpartition(".")[0] == home:
+            given = theirs.heads if isinstance(theirs.heads, tuple) else (theirs.heads,)
+            found |= {number for number in given if isinstance(number, int)}
+    return frozenset(found)

@@ -86,6 +86,7 @@ class _Deriver:
                 self._seed(seed)
         derived = self.derived
         derived.whole = [self._reason(seed) for seed in todo if not self._is_cut(seed)]
+        derived.whole += self._unread({seed.name for seed in todo})
         derived.tries = self.trials.count
         if derived.rules:
             order = {
@@ -94,6 +95,16 @@ class _Deriver:
             derived.rules = dict(sorted(derived.rules.items(), key=lambda item: order[item[0]]))
             derived.plan = plan_of(derived.rules, self.board)
         return derived
+
+    def _unread(self, read: set[str]) -> list[Reason]:
+        """The matrices that no trace reads: a cross attention without another input, a head of its own."""
+        return [
+            Reason(name, tensor.nbytes, "no traced forward reads it")
+            for name, tensor in self.board.tensors.items()
+            if len(tensor.shape) > 1 and tensor.role == "parameter"
+            if name not in read and name not in self.board.first and name not in self.derived.rules
+            if self.board.key(name) not in self.derived.rules
+        ]
 
     def _is_cut(self, seed: Seed) -> bool:
         """Whether a matrix has a rule, under any of its names, by its layer or by itself."""

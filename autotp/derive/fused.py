@@ -18,9 +18,9 @@ from autotp.plan import Rule
 from autotp.propagate.call import Value
 from autotp.propagate.engine import arguments_of, op_name
 
-__all__ = ["Form", "cuts_of", "forms_of_view", "refined"]
+__all__ = ["Form", "cuts_of", "dealt", "forms_of_view", "heads_seen", "refined"]
 
-Form = tuple[int | tuple[int, ...] | None, int | None]  # sections and heads, as a rule has them
+Form = tuple[int | None, int | None]  # equal sections, units of each
 MOST_SECTIONS = 8
 
 
@@ -40,6 +40,21 @@ def forms_of_view(node: fx.Node, value: Value) -> Iterator[Form]:
     if len(landing) > 1 and landing[0] <= MOST_SECTIONS:
         yield landing[0], landing[1]
         yield landing[0], None
+
+
+def dealt(rule: Rule, size: int, width: int) -> Rule | None:
+    """A rule that deals units of `width` elements, in each of its sections; None where they do not fit."""
+    sections = rule.sections
+    sizes = (
+        [size] if sections is None else [size // sections] * sections if isinstance(sections, int) else None
+    )
+    if sizes is None:
+        sizes = [int(n) for n in sections] if isinstance(sections, tuple) else []
+    if width < 1 or any(n % width for n in sizes):
+        return None
+    heads = [n // width for n in sizes]
+    given = heads[0] if len(set(heads)) == 1 else tuple(heads)
+    return rule.model_copy(update={"heads": given})
 
 
 def cuts_of(node: fx.Node, value: Value) -> list[int]:
@@ -78,3 +93,26 @@ def refined(rule: Rule, size: int, edges: list[int]) -> Rule | None:
     sizes = [stop - start for start, stop in pairwise([0, *wanted, size])]
     sections = len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
     return rule.model_copy(update={"sections": sections, "heads": None})  # units are found anew
+
+
+FARTHEST = 24  # ops between a layer and the view that tells its heads
+
+
+def heads_seen(output: fx.Node) -> int | None:
+    """How many units the first view of a layer's output makes of its last dim."""
+    frontier, seen = [output], {output}
+    size = output.meta["val"].shape[-1]
+    for node in frontier:
+        for user in node.users if len(seen) <= FARTHEST else ():
+            val = user.meta.get("val")
+            if user in seen or user.op != "call_function" or val is None or isinstance(val, list):
+                continue
+            shape, before = val.shape, node.meta["val"].shape
+            front = len(before) - 1
+            split = len(shape) > len(before) and shape[:front] == before[:front]
+            if split and math.prod(shape[front:]) == size and shape[front] > 1:
+                return int(shape[front])
+            if shape == before:
+                seen.add(user)
+                frontier.append(user)
+    return None

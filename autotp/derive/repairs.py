@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from autotp.derive.assignment import Assignment, Board
-from autotp.derive.fused import Form, cuts_of, forms_of_view, refined
+from autotp.derive.fused import Form, cuts_of, dealt, forms_of_view, refined
 from autotp.derive.producers import parts, producers
 from autotp.derive.trial import Outcome
 from autotp.placement import Partial, Shard
@@ -30,7 +30,7 @@ from autotp.plan import Rule
 from autotp.propagate.call import Value
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 
-__all__ = ["further", "repairs"]
+__all__ = ["further", "repairs", "units_declared"]
 
 Grown = dict[str, Rule]
 WAYS = 4  # producers of one value that are tried
@@ -48,6 +48,17 @@ def further(outcome: Outcome, assignment: Assignment, board: Board) -> Iterator[
         grown = board.extended(assignment, read.name, rule) if board.key(read.name) == read.name else None
         if grown is not None:
             yield grown
+
+
+def units_declared(assignment: Assignment, board: Board, heads: Mapping[str, int]) -> Grown | None:
+    """The assignment with the heads that views tell of each column layer: ranks may share heads, or follow
+    those of another layer, only where both are declared."""
+    grown: Grown | None = dict(assignment)
+    for key, rule in assignment.items():
+        if rule.style == "column" and rule.heads is None and rule.sections is None and key in heads:
+            changed = rule.model_copy(update={"heads": heads[key]})
+            grown = None if grown is None else board.extended(grown, key, changed)
+    return grown
 
 
 def repairs(outcome: Outcome, assignment: Assignment, board: Board, known: Assignment) -> Iterator[Grown]:
@@ -185,15 +196,24 @@ class _Repair:
 
     def _formed(self, value: Value, form: Form) -> Grown | None:
         """The rules behind a value with these sections and units."""
+        assert value.shard is not None
         grown: Grown | None = dict(self.assignment)
-        for key in self._keys(value):
-            rule = self.assignment[key]
-            sections, heads = form
-            if sections is None:
-                sections = rule.sections  # type: ignore[assignment]
-            elif rule.sections not in (None, sections):
+        sections, heads = form
+        for part in parts(value.node, self.propagation.layouts, self.propagation.cuts):
+            key = self.board.key(part.name)
+            rule = self.assignment.get(key)
+            if rule is None or (rule.style == "row" and rule.dim is None):
+                continue
+            if sections is not None and rule.sections not in (None, sections):
                 return None
-            grown = self._replaced(grown, key, rule.model_copy(update={"sections": sections, "heads": heads}))
+            size = self.board.tensors[part.name].shape[self.propagation.cuts[part.name].dim]
+            elements = value.shape[value.shard.dim] * part.scale // (sections or 1)
+            found: Rule | None = rule if sections is None else rule.model_copy(update={"sections": sections})
+            if heads is not None and found is not None:
+                found = dealt(found, size, elements // heads)
+            if found is None:
+                return None
+            grown = self._replaced(grown, key, found)
         return grown
 
     def _cut_at(self, value: Value, edges: list[int]) -> Grown | None:
@@ -239,9 +259,8 @@ class _Repair:
             return
         shard, size = self.cut.shard, self.cut.shape[self.cut.shard.dim]
         block = max(1, BLOCK // self.cut.node.meta["val"].dtype.itemsize)
-        section = min(length for length, _ in shard.pieces(size))
-        if section % block == 0:
-            yield self._formed(self.cut, (None, section // block))
+        if all(length % block == 0 for length, _ in shard.pieces(size)):
+            yield self._formed(self.cut, (None, size // block))
 
     # -- a rule becomes another
 

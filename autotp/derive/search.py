@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autotp.derive.assignment import Assignment, Board
-from autotp.derive.repairs import further, repairs
+from autotp.derive.repairs import further, repairs, units_declared
 from autotp.derive.seeds import Seed
 from autotp.derive.trial import Outcome, Trials
 from autotp.plan import Rule
@@ -77,6 +77,9 @@ def search(
             todo += further(outcome, assignment, board)
             continue
         steps = list(repairs(outcome, assignment, board, rules))
+        if outcome.fault is not None or (outcome.finding and outcome.finding.conflict.code == "AT307"):
+            declared = units_declared(assignment, board, trials.heads)
+            steps = [declared, *steps] if declared not in (None, assignment) else steps
         if not steps and found.dead_end is None:
             found.dead_end = outcome
         todo += reversed(steps)

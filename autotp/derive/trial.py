@@ -10,8 +10,9 @@ from typing import Any
 from torch import fx
 
 from autotp.derive.assignment import Assignment, Board
+from autotp.derive.fused import heads_seen
 from autotp.placement import Shard
-from autotp.propagate.engine import Finding, Propagation, Walk, propagate
+from autotp.propagate.engine import Finding, Propagation, Walk, op_name, propagate
 from autotp.propagate.sparse import sparse
 from autotp.trace.graph import Trace
 from autotp.units import Fault
@@ -45,8 +46,21 @@ class Trials:
         self.traces = traces
         self.kinds = {t.name: m.kind for m in board.inventory.modules.values() for t in m.tensors.values()}
         self.count = 0
+        self._heads: dict[str, int] | None = None
         self._walks: list[Walk] = [sparse(trace, until_conflict=True) for trace in traces]
         self._full: list[Walk] = [sparse(trace) for trace in traces]
+
+    @property
+    def heads(self) -> Mapping[str, int]:
+        """How many heads the views behind each layer make of its output, by the layer's path."""
+        if self._heads is None:
+            self._heads = {}
+            for node in (n for trace in self.traces for n in trace.ops()):
+                if op_name(node) in ("linear", "addmm"):
+                    number = heads_seen(node)
+                    if number is not None:
+                        self._heads.setdefault(node.meta["module"], number)
+        return self._heads
 
     def run(self, assignment: Assignment) -> Outcome:
         """Propagate an assignment through every trace, until the first conflict."""

@@ -35,8 +35,8 @@ def _head(results: Sequence[Result]) -> Iterator[str]:
         'What the plan `"auto"` makes of a tiny random model of every causal-LM architecture of transformers '
         f"{transformers.__version__} with torch {torch.__version__.partition('+')[0]}: `make zoo` writes "
         "this page. Every rank is run in one process, and outputs and every gradient are compared with the "
-        "unsharded model in float64 (float32 where a model does not run in float64, or computes in float32 "
-        "inside)."
+        "unsharded model in float64, to 1e-9; to 1e-4 where a model does not run in float64, or computes in "
+        "float32 by hand."
     )
     yield ""
     sizes = sorted({r.tp for r in results})
