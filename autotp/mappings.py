@@ -17,7 +17,8 @@ And one for the parameters of heads that several ranks hold:
 After Megatron-LM's f and g (https://arxiv.org/abs/1909.08053) and its sequence-parallel pair
 (https://arxiv.org/abs/2205.05198). Backward is the same function with the two kernels swapped, so it can
 be differentiated again. Nothing is written in place (but by `reduce_`, which says so), and a group of one
-returns its input untouched.
+returns its input untouched. The functions keep what backward needs in `forward`: with torch's other style,
+`setup_context`, every call costs an `inspect.signature`.
 """
 
 from __future__ import annotations
@@ -192,17 +193,21 @@ class _Linear(torch.autograd.Function):
     """y = there(x), with dx = back(dy); `there` and `back` are adjoint, so dx is the same the other way."""
 
     @staticmethod
-    def forward(x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | None) -> Tensor:
+        ctx.there, ctx.back, ctx.group, ctx.cut = there, back, group, cut
         return there(x, group, cut)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.there, ctx.back, ctx.group, ctx.cut = inputs
-
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        dx = _Linear.apply(dy, ctx.back, ctx.there, ctx.group, ctx.cut)  # type: ignore[no-untyped-call]
-        return dx, None, None, None, None
+        return _linear(dy, ctx.back, ctx.there, ctx.group, ctx.cut), None, None, None, None
+
+
+def _linear(x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | None) -> Tensor:
+    """there(x); a value without a gradient needs no node in the graph."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return there(x, group, cut)
+    y: Tensor = _Linear.apply(x, there, back, group, cut)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _apply(name: str, x: Tensor, group: Group, cut: Cut | None, shard: Shard | None = None) -> Tensor:
@@ -211,8 +216,7 @@ def _apply(name: str, x: Tensor, group: Group, cut: Cut | None, shard: Shard | N
     if capturing():
         where = {} if cut is None else {"dim": cut.dim} | ({} if shard is None else {"shard": shard})
         return marked(globals()[name], x, like=_like(name, group, cut), group=group, **where)
-    y: Tensor = _Linear.apply(x, row.forward, row.backward, group, cut)  # type: ignore[no-untyped-call]
-    return y
+    return _linear(x, row.forward, row.backward, group, cut)
 
 
 def _like(name: str, group: Group, cut: Cut | None) -> Callable[[Tensor], Tensor]:
@@ -259,13 +263,10 @@ class _ReduceInPlace(torch.autograd.Function):
     """`reduce`, written into its input."""
 
     @staticmethod
-    def forward(x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.mark_dirty(x)
         return sum_into(x, group)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.group = inputs[1]
-        ctx.mark_dirty(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

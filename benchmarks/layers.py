@@ -12,21 +12,14 @@ FairScale is measured where it is installed (`pip install --no-deps fairscale==0
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import statistics
 import sys
-import tempfile
-import time
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +28,7 @@ from autotp import mappings
 from autotp.comm import group_of
 from autotp.nn import ColumnParallelLinear, RowParallelLinear
 from autotp.nn.functional import vocab_parallel_cross_entropy
+from benchmarks.interleaved import mean_of, measure, on_ranks
 
 WIDTH, HIDDEN, TOKENS, RUNS, LIMIT = 1024, 4096, 256, 41, 1.02
 VOCABULARY = 32768
@@ -123,27 +117,7 @@ def contenders(tp: int) -> dict[str, nn.Module]:
     return found
 
 
-def cpu_seconds(call: Callable[[], object]) -> float:
-    started = time.process_time()
-    call()
-    return time.process_time() - started
-
-
-def measure(calls: dict[str, Callable[[], object]], runs: int) -> dict[str, float]:
-    """The median CPU seconds of each call, run in turn."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for run in range(runs + 3):
-        names = list(calls)
-        turn = run % len(names)  # every call stands at every place of the round
-        for name in names[turn:] + names[:turn]:
-            dist.barrier()
-            seconds = cpu_seconds(calls[name])
-            if run >= 3:
-                found[name].append(seconds)
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def mlp(tp: int, runs: int) -> dict[str, dict[str, float]]:
+def mlp(tp: int, runs: int) -> dict[str, Any]:
     models = contenders(tp)
     x = torch.randn(TOKENS, WIDTH)
 
@@ -189,7 +163,7 @@ def peak_bytes(call: Callable[[], object], *inputs: Tensor) -> int:
     return mode.peak
 
 
-def cross_entropy(tp: int, runs: int) -> dict[str, dict[str, float]]:
+def cross_entropy(tp: int, runs: int) -> dict[str, Any]:
     logits = torch.randn(TOKENS, VOCABULARY // tp)
     target = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(0))
     group = group_of(None)
@@ -210,46 +184,33 @@ def cross_entropy(tp: int, runs: int) -> dict[str, dict[str, float]]:
     }
 
 
-def rank_main(rank: int, tp: int, folder: str, runs: int) -> None:
+def both(tp: int, runs: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tp)
-    torch.manual_seed(0)
-    found = {"mlp": mlp(tp, runs), "cross entropy": cross_entropy(tp, runs)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return {"mlp": mlp(tp, runs), "cross entropy": cross_entropy(tp, runs)}
 
 
 def main(runs: int = RUNS, tp: int = 2) -> int:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory(prefix="autotp-bench-") as folder:
-        torch.multiprocessing.spawn(rank_main, (tp, folder, runs), nprocs=tp)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(tp)]
-
-    def mean(*keys: str) -> float:
-        values = []
-        for found in ranks:
-            for key in keys:
-                found = found[key]
-            values.append(found)
-        return statistics.mean(values)
-
+    ranks = on_ranks(both, tp, runs)
     late = []
-    print(f"MLP {WIDTH} -> {HIDDEN} -> {WIDTH}, {TOKENS} tokens, tp={tp}: CPU time a rank, median of {runs}")
+    print(f"MLP {WIDTH} -> {HIDDEN} -> {WIDTH}, {TOKENS} tokens, tp={tp}: time a rank, median of {runs}")
     for kind in ranks[0]["mlp"]:
-        whole, pair = mean("mlp", kind, "unsharded"), mean("mlp", kind, "hand-written")
+        whole, pair = (mean_of(ranks, "mlp", kind, name, "cpu") for name in ("unsharded", "hand-written"))
         for name in ranks[0]["mlp"][kind]:
-            seconds = mean("mlp", kind, name)
+            cpu, wall = (mean_of(ranks, "mlp", kind, name, clock) for clock in ("cpu", "wall"))
             print(
-                f"  {kind:<20} {name:<24} {seconds * 1e3:7.2f} ms  {seconds / whole:.3f} of unsharded"
-                f"  {seconds / pair:.3f} of hand-written"
+                f"  {kind:<20} {name:<24} cpu {cpu * 1e3:7.2f} ms  {cpu / whole:.3f} of unsharded"
+                f"  {cpu / pair:.3f} of hand-written  wall {wall * 1e3:7.2f} ms"
             )
-        if mean("mlp", kind, "autotp") > LIMIT * pair:
+        if mean_of(ranks, "mlp", kind, "autotp", "cpu") > LIMIT * pair:
             late.append(kind)
     print(f"cross entropy, {TOKENS} tokens, vocabulary {VOCABULARY}, forward + backward")
     for name in ranks[0]["cross entropy"]["seconds"]:
-        seconds, peak = (mean("cross entropy", k, name) for k in ("seconds", "peak / whole logits"))
-        print(f"  {name:<26} {seconds * 1e3:7.2f} ms  peak {peak:.2f} of the whole logits")
+        cpu, wall = (mean_of(ranks, "cross entropy", "seconds", name, clock) for clock in ("cpu", "wall"))
+        peak = mean_of(ranks, "cross entropy", "peak / whole logits", name)
+        print(
+            f"  {name:<26} cpu {cpu * 1e3:7.2f} ms  wall {wall * 1e3:7.2f} ms  "
+            f"peak {peak:.2f} of the whole logits"
+        )
     print(f"over {LIMIT} × hand-written: {', '.join(late) or 'none'}")
     return 1 if late else 0
 

@@ -62,19 +62,14 @@ class ProcessGroupGroup(KnownGroup):
         """
         if x.dtype in _moved_as_bytes:
             return self._gather_bytes(x, dim, sizes)
-        largest = max(sizes)
-        front = x.movedim(dim, 0)  # (local, ...)
-        if front.shape[0] < largest:
-            padded = front.new_zeros((largest, *front.shape[1:]))
-            padded[: front.shape[0]] = front
-        else:
-            padded = front.contiguous()
-        every = padded.new_empty((self.size * largest, *padded.shape[1:]))
+        dim, largest = dim % x.ndim, max(sizes)
+        padded = _padded(x, dim, largest).contiguous()
+        every = padded.new_empty((self.size, *padded.shape))  # the ranks' tensors one after another
         if every.numel() > 0:
-            dist.all_gather_single(every, padded, group=self.process_group)
-        if any(size != largest for size in sizes):
-            every = torch.cat([every.narrow(0, r * largest, size) for r, size in enumerate(sizes)])
-        return every.movedim(0, dim).contiguous()
+            dist.all_gather_single(every.flatten(0, 1), padded, group=self.process_group)
+        if dim == 0 and all(size == largest for size in sizes):
+            return every.flatten(0, 1)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(every, sizes, strict=True)], dim)
 
     def _gather_bytes(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The same for a dtype that the backend cannot move: as bytes, with a last dim for them."""
@@ -88,17 +83,12 @@ class ProcessGroupGroup(KnownGroup):
         """This rank's block of the sum; uneven blocks are padded to the largest and narrowed."""
         if x.dtype in _reduced_as:
             return self.reduce_scatter(x.to(_reduced_as[x.dtype]), dim, sizes).to(x.dtype)
-        largest = max(sizes)
-        blocks = []
-        for block in torch.split(x.movedim(dim, 0), list(sizes)):
-            blocks.append(block)
-            if block.shape[0] < largest:
-                blocks.append(block.new_zeros((largest - block.shape[0], *block.shape[1:])))
-        padded = torch.cat(blocks).contiguous()  # (size * largest, ...)
-        mine = padded.new_empty((largest, *padded.shape[1:]))
+        dim, largest = dim % x.ndim, max(sizes)
+        blocks = torch.stack([_padded(block, dim, largest) for block in torch.split(x, list(sizes), dim)])
+        mine = blocks.new_empty(blocks.shape[1:])
         if mine.numel() > 0:
-            dist.reduce_scatter_single(mine, padded, group=self.process_group)
-        return mine[: sizes[self.rank]].movedim(0, dim).contiguous()
+            dist.reduce_scatter_single(mine, blocks.flatten(0, 1), group=self.process_group)
+        return mine.narrow(dim, 0, sizes[self.rank]).contiguous()
 
     def exchange(self, obj: T, *, timeout: float = EXCHANGE_TIMEOUT) -> list[T]:
         """Every rank's `obj`, through the job's store, so that a rank that disagrees hangs nobody."""
@@ -121,6 +111,14 @@ class ProcessGroupGroup(KnownGroup):
 
     def __repr__(self) -> str:
         return f"ProcessGroupGroup(rank={self.rank}, size={self.size}, ranks={list(self.members)})"
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """`x` with zeros behind it, so that `dim` has `size`."""
+    missing = size - x.shape[dim]
+    if missing == 0:
+        return x
+    return torch.cat([x, x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :]))], dim)
 
 
 def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:

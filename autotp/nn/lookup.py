@@ -35,6 +35,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         table: Tensor,
         ids: Tensor,
         start: int,
@@ -43,14 +44,11 @@ class _Lookup(torch.autograd.Function):
         scale_grad_by_freq: bool,
         sparse: bool,
     ) -> Tensor:
+        ctx.start, ctx.rows = start, table.shape[0]
+        ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse = padding_idx, scale_grad_by_freq, sparse
+        ctx.save_for_backward(ids)
         position, foreign = _positions(ids, start, table.shape[0], foreign_to=0, vocab_size=vocab_size)
         return F.embedding(position, table).masked_fill_(foreign.unsqueeze(-1), 0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        table, ids, ctx.start, _, ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse = inputs
-        ctx.rows = table.shape[0]
-        ctx.save_for_backward(ids)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

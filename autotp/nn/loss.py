@@ -39,7 +39,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        logits: Tensor, index: Tensor, held: Tensor, weights: Tensor | None, group: Group
+        ctx: Any, logits: Tensor, index: Tensor, held: Tensor, weights: Tensor | None, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
         z = logits.to(_wide(logits.dtype))
         own = [torch.logsumexp(z, -1, keepdim=True), z.gather(-1, index).masked_fill_(~held, 0)]
@@ -49,12 +49,10 @@ class _Statistics(torch.autograd.Function):
         every = mine if group.size == 1 else group.all_gather(mine, 0, [1] * group.size)
         picked = every[..., 1 : 1 + index.shape[-1]].sum(0)
         weighted = every[..., -1].sum(0) if weights is not None else picked.new_zeros(z.shape[0])
-        return torch.logsumexp(every[..., 0], 0), picked, weighted
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        logits, index, held, weights, ctx.group = inputs
-        ctx.save_for_backward(logits, index, held, weights, output[0])
+        lse = torch.logsumexp(every[..., 0], 0)
+        ctx.group = group
+        ctx.save_for_backward(logits, index, held, weights, lse)
+        return lse, picked, weighted
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -26,13 +26,12 @@ class _CopiedLinear(torch.autograd.Function):
     """y = linear(copy(x), weight, bias)."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, overlap: bool) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.group, ctx.overlap = inputs
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, overlap: bool
+    ) -> Tensor:
+        ctx.group, ctx.overlap = group, overlap
         ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
