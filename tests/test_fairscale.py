@@ -1,7 +1,7 @@
 """Where FairScale 0.4.13 is right, our layers hold the same slices and give the same outputs and gradients.
 
-FairScale is not among the development dependencies; this file is collected where it is installed
-(`pip install --no-deps fairscale==0.4.13`).
+FairScale is the extra `fairscale`, which `make test` installs where it can; this file is collected where it
+is installed.
 """
 
 from __future__ import annotations
