@@ -33,6 +33,7 @@ check: $(READY)
 bench: $(READY)
 	$(RUN) -m benchmarks.dry_run
 	$(RUN) -m benchmarks.checkpoint
+	$(RUN) -m benchmarks.load
 	$(RUN) -m benchmarks.analyze
 	$(RUN) -m benchmarks.layers
 	$(RUN) -m benchmarks.llama

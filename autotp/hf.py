@@ -115,8 +115,9 @@ class _Undrawn(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+        filled = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init names it
+        if isinstance(filled, torch.Tensor) and filled.is_meta:
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.endswith("__"):
-                return args[0]
+                return filled
         return func(*args, **(kwargs or {}))

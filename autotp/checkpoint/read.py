@@ -162,11 +162,13 @@ def read_local(part: Part, wanted: Rows, into: Block, scratch: Block) -> None:
     """
     shortest = min((high - low for low, high, _ in wanted.ranges), default=0)
     if wanted.count == 1 or shortest >= LONG or wanted.length > CHUNK:
+        _read_ahead(part.fd, part.rows.whole)
         for row in range(wanted.count):
             for low, high, place in wanted.ranges:
                 at = row * wanted.local + place
                 read_exactly(part, into[at : at + high - low], row * wanted.length + low)
         return
+    _read_ahead(part.fd, True)
     for start, stop in spans(wanted.count * wanted.length, [wanted.length]):
         count, row = (stop - start) // wanted.length, start // wanted.length
         block = scratch[: stop - start]
@@ -174,6 +176,12 @@ def read_local(part: Part, wanted: Rows, into: Block, scratch: Block) -> None:
         local = into[row * wanted.local : (row + count) * wanted.local].reshape(count, -1)
         for low, high, place in wanted.ranges:
             local[:, place : place + high - low] = block.reshape(count, -1)[:, low:high]
+
+
+def _read_ahead(fd: int, wanted: bool) -> None:
+    """Whether the system should read on after what it is asked for: behind a slice is what others need."""
+    if hasattr(os, "posix_fadvise"):  # not on every system
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL if wanted else os.POSIX_FADV_RANDOM)
 
 
 def open_to_read(path: Path) -> int:
