@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from autotp.rewrite.edits.branches import Span, branches
 from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
-from autotp.rewrite.edits.edit import Call, Edit, Edits, Function
+from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Unproven
 from autotp.rewrite.edits.locate import WRAPPED
 from autotp.rewrite.edits.text import Insert, NoSource, source_of
 from autotp.rewrite.edits.wrap import swapped, wrapper_of
 
-__all__ = ["Observed", "bound", "methods", "texts"]
+__all__ = ["Observed", "bound", "methods", "texts", "unreached"]
 
 
 @dataclass
 class Observed:
-    """What wrappers met while a model was proven and did not know: numbers and functions, by site."""
+    """What wrappers met while a model was proven and did not know, numbers and functions, by site; and the
+    branches that were taken."""
 
     met: dict[tuple[object, ...], list[Any]] = field(default_factory=dict)
+    reached: set[tuple[object, ...]] = field(default_factory=set)
 
     def note(self, site: tuple[object, ...]) -> Callable[[Any], None]:
         """What writes down a value that was met at `site`."""
@@ -42,65 +46,109 @@ class Observed:
 
 @dataclass
 class _Tree:
-    """The edits of one function for one caller: its own, and those of the functions that it calls."""
+    """The edits of one function for one caller: its own, and those of the functions that it calls. `place`
+    is how an edit in it is written: module, method, calls, function."""
 
-    function: Function
+    place: tuple[str, str, tuple[Call, ...], Function]
     edits: list[Edit] = field(default_factory=list)
     calls: dict[tuple[int, int], list[tuple[Call, _Tree]]] = field(default_factory=dict)
 
+    @property
+    def function(self) -> Function:
+        """The function."""
+        return self.place[3]
+
     def child(self, call: Call, function: Function) -> _Tree:
+        """The tree of a function that this one calls."""
         known = self.calls.setdefault((call.start, call.stop), [])
         for _, tree in known:
             if tree.function == function and tree.function.live is function.live:
                 return tree
-        tree = _Tree(function)
+        module, method, calls, _ = self.place
+        tree = _Tree((module, method, (*calls, call), function))
         known.append((call, tree))
         return tree
 
+    def every(self) -> Iterator[_Tree]:
+        """This tree and those below it."""
+        yield self
+        for children in self.calls.values():
+            for _, child in children:
+                yield from child.every()
 
-def _grown(edits: Iterable[Edit]) -> dict[str, _Tree]:
+
+def grown(edits: Iterable[Edit]) -> dict[str, _Tree]:
     """The methods of one module that are edited, each with the tree of its edits."""
     found: dict[str, _Tree] = {}
     for edit in edits:
         functions = [*(c.function for c in edit.calls), edit.function]
-        tree = found.setdefault(edit.method, _Tree(functions[0]))
+        tree = found.setdefault(edit.method, _Tree((edit.module, edit.method, (), functions[0])))
         for call, function in zip(edit.calls, functions[1:], strict=True):
             tree = tree.child(call, function)
         tree.edits.append(edit)
     return found
 
 
-def _copy(tree: _Tree, edits: Edits, rank: int, observed: Observed | None) -> FunctionType:
+@dataclass(frozen=True)
+class _How:
+    """How edits are carried out: for which rank, and while a model is proven by whom they are observed."""
+
+    edits: Edits
+    rank: int
+    observed: Observed | None
+    owner: object
+
+
+def _copy(tree: _Tree, how: _How) -> FunctionType:
     """The edited function."""
     function = tree.function.live
-    inserts: list[Insert] = []
-    names: dict[str, Any] = {}
-    wraps = {}
-    pieces: list[tuple[int, int, str, Callable[[Any], Any]]] = []
     source = source_of(function.__code__, function.__globals__)
-    where = f"{tree.function.file}:{tree.function.line}: {tree.function.name}"
+    observed = how.observed
+    pieces: list[tuple[Span, str, Callable[..., Any]]] = []
     for edit in tree.edits:
         note = observed.note(edit.site) if observed is not None else None
-        wrapper = wrapper_of(edit.wrapper, rank, _where(source, edit), note)
-        pieces.append((edit.start, edit.stop, "local", wrapper))
-        wraps[edit.start, edit.stop] = wrapper
-    for (start, stop), children in tree.calls.items():
+        wrapper = wrapper_of(edit.wrapper, how.rank, _where(source, edit), note)
+        pieces.append(((edit.start, edit.stop), word(edit), wrapper))
+    wraps = {span: wrapper for span, name, wrapper in pieces if name == "local"}
+    for span, children in tree.calls.items():
         known: list[tuple[Any, Any]] = []
         for call, child in children:
-            callee = call.callee
-            copy = rebuilt(callee, child.function.live, _copy(child, edits, rank, observed))
-            known.append((callee, copy))
-        site = (tree.function, start, stop)
-        note = observed.note(site) if observed is not None else None
-        passed = [callee for *at, callee in edits.passed if tuple(at) == site]
-        pieces.append((start, stop, "swap", swapped(known, passed, where, note)))
-    free = named(source, function, *(name for _, _, name, _ in pieces))
-    for (start, stop, _, wrapper), name in zip(pieces, free, strict=True):
-        names[name] = wrapper
-        inserts += [(start, start - stop, f"{name}("), (stop, stop - start, ")")]
-    made = remade(function, inserts, names)
+            copy = _copy(child, replace(how, owner=None))
+            known.append((call.callee, rebuilt(call.callee, child.function.live, copy)))
+        note = observed.note((tree.function, *span)) if observed is not None else None
+        passed = [callee for *at, callee in how.edits.passed if tuple(at) == (tree.function, *span)]
+        where = f"{tree.function.file}:{tree.function.line}: {tree.function.name}"
+        pieces.append((span, "swap", swapped(known, passed, where, note)))
+    if observed is not None:
+        for span in branches(source, function, how.owner):
+            pieces.append((span, "unproven", partial(observed.reached.add, (*tree.place, *span))))
+    free = named(source, function, *(name for _, name, _ in pieces))
+    inserts = [
+        insert
+        for (span, name, _), given in zip(pieces, free, strict=True)
+        for insert in written(span, name, given)
+    ]
+    made = remade(function, inserts, {n: wrapper for n, (_, _, wrapper) in zip(free, pieces, strict=True)})
     WRAPPED[id(made.__code__)] = wraps
     return made
+
+
+def word(edit: Edit) -> str:
+    """What is written around an edit's expression."""
+    return "unproven" if isinstance(edit.wrapper, Unproven) else "local"
+
+
+def written(span: Span, kind: str, name: str) -> list[Insert]:
+    """The texts around a place."""
+    start, stop = span
+    if kind != "unproven":
+        return [(start, start - stop, f"{name}("), (stop, stop - start, ")")]
+    if start == stop:
+        return [(start, _FIRST, f"{name}(); ")]
+    return [(start, start - stop, f"{name}() or ("), (stop, stop - start, ")")]
+
+
+_FIRST = -(2**62)  # before everything else that begins there
 
 
 def _where(source: Any, edit: Edit) -> str:
@@ -109,19 +157,19 @@ def _where(source: Any, edit: Edit) -> str:
 
 
 def methods(
-    kind: type[nn.Module], edits: Edits, rank: int, observed: Observed | None = None
+    kind: type[nn.Module], edits: Edits, rank: int, observed: Observed | None = None, owner: object = None
 ) -> dict[str, Any]:
     """The attributes of the subclass of `kind` in which `edits`, all of one module, are carried out.
 
     Raises NoSource when a text is no longer what it was.
     """
     body: dict[str, Any] = {}
-    for name, tree in _grown(edits.edits).items():
+    for name, tree in grown(edits.edits).items():
         kept = next(vars(k)[name] for k in kind.__mro__ if name in vars(k))
         function = holds(kept.fget if isinstance(kept, property) else kept, tree.function.live.__code__)
         if function is None:
             raise NoSource(f"{kind.__name__}.{name} is no longer {tree.function.name}")
-        body[name] = rebuilt(kept, function, _copy(tree, edits, rank, observed))
+        body[name] = rebuilt(kept, function, _copy(tree, _How(edits, rank, observed, owner)))
     return body
 
 
@@ -130,15 +178,29 @@ def bound(root: nn.Module, edits: Edits, rank: int, observed: Observed | None = 
     """`root` with the edits in its methods while the context lasts."""
     swapped_: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
-        for path in edits.modules():
+        for path, own in edits.modules().items():
             module = root.get_submodule(path)
             kind = type(module)
+            body = methods(kind, replace(edits, edits=own), rank, observed, module)
             swapped_.append((module, kind))
-            module.__class__ = type(kind.__name__, (kind,), methods(kind, edits.of(path), rank, observed))
+            module.__class__ = type(kind.__name__, (kind,), body)
         yield
     finally:
         for module, kind in reversed(swapped_):
             module.__class__ = kind
+
+
+def unreached(root: nn.Module, edits: Edits, observed: Observed) -> Iterator[Edit]:
+    """The branches of edited functions that matter and were not taken, as edits."""
+    for path, own in edits.modules().items():
+        for tree in grown(own).values():
+            for each in tree.every():
+                function = each.function.live
+                source = source_of(function.__code__, function.__globals__)
+                owner = root.get_submodule(path) if each is tree else None
+                for span in branches(source, function, owner):
+                    if (*each.place, *span) not in observed.reached:
+                        yield Edit(*each.place, *span, Unproven())
 
 
 def texts(edits: Edits) -> dict[str, list[tuple[Function, tuple[Insert, ...]]]]:
@@ -146,22 +208,15 @@ def texts(edits: Edits) -> dict[str, list[tuple[Function, tuple[Insert, ...]]]]:
     found: dict[str, list[tuple[Function, tuple[Insert, ...]]]] = {}
 
     def visit(tree: _Tree) -> None:
-        inserts: list[Insert] = []
-        for edit in tree.edits:
-            inserts += [
-                (edit.start, edit.start - edit.stop, "local("),
-                (edit.stop, edit.stop - edit.start, ")"),
-            ]
-        for (start, stop), children in tree.calls.items():
-            inserts += [(start, start - stop, "swap("), (stop, stop - start, ")")]
-            for _, child in children:
-                visit(child)
+        inserts = [i for e in tree.edits for i in written((e.start, e.stop), word(e), word(e))]
+        inserts += [i for span in tree.calls for i in written(span, "swap", "swap")]
         entry = (tree.function, tuple(sorted(inserts)))
         known = found.setdefault(tree.function.file, [])
         if entry not in known:
             known.append(entry)
 
     for own in edits.modules().values():
-        for tree in _grown(own).values():
-            visit(tree)
+        for tree in grown(own).values():
+            for each in tree.every():
+                visit(each)
     return found

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import FunctionType
 
-__all__ = ["Call", "Edit", "Edits", "Function", "Items", "Local", "Size", "TwoNeeds", "Wrapper", "joined"]
+__all__ = [
+    "Call", "Edit", "Edits", "Function", "Items", "Local", "Size", "TwoNeeds", "Unproven", "Wrapper",
+    "joined",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,13 @@ class Items:
     other: tuple[int, ...] = ()
 
 
-Wrapper = Local | Items
+@dataclass(frozen=True)
+class Unproven:
+    """The start of a branch that no trace took: `unproven()` raises. An empty span stands before a
+    statement; another one is that of an expression, `unproven() or (expression)`."""
+
+
+Wrapper = Local | Items | Unproven
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,8 @@ def joined(one: Wrapper, other: Wrapper) -> Wrapper:
         if both is not None:
             raise TwoNeeds(f"a shape of {both} sizes would have to change and to stay")
         return Items(tuple((*at, s) for at in sorted(places) for s in _sizes(places[at])), tuple(lengths))
+    if isinstance(one, Unproven) and isinstance(other, Unproven):
+        return one
     raise TwoNeeds("it would have to be one number and a shape")
 
 

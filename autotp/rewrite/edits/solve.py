@@ -16,7 +16,7 @@ from torch import fx, nn
 from autotp.propagate import dual
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation
-from autotp.rewrite.edits.bind import Observed, bound
+from autotp.rewrite.edits.bind import Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Wrapper
 from autotp.rewrite.edits.guide import Guide
 from autotp.rewrite.edits.text import NoSource
@@ -55,9 +55,9 @@ class _Search:
             try:
                 failed = self._first(edits, observed)
                 if failed is None:
-                    return _with_observed(edits, observed), "", None
-                mode, finding = failed
-                more = edits | self._guided(edits) if finding.conflict.code in _EDITABLE else edits
+                    return self._closed(edits, observed), "", None
+                mode, rank, finding = failed
+                more = edits | self._guided(edits, rank) if finding.conflict.code in _EDITABLE else edits
             except TwoNeeds as error:
                 return edits, mode, _two_needs(finding, error)
             if more == edits:
@@ -65,7 +65,12 @@ class _Search:
             edits = more
         return edits, mode, self._explained(finding)
 
-    def _first(self, edits: Edits, observed: Observed) -> tuple[str, Finding] | None:
+    def _closed(self, edits: Edits, observed: Observed) -> Edits:
+        """The edits with all that the proof of them showed."""
+        proven = _with_observed(edits, observed)
+        return proven | unreached(self.module, edits, observed)
+
+    def _first(self, edits: Edits, observed: Observed) -> tuple[str, int, Finding] | None:
         """The first finding of a rank's own trace, in any mode."""
         for mode, whole in self.modes:
             for rank in self.ranks:
@@ -73,30 +78,30 @@ class _Search:
                     try:
                         local = self.record(mode, whole, rank, None)
                     except TraceError as error:
-                        return mode.name, dual.failed(whole, error, rank)
+                        return mode.name, rank, dual.failed(whole, error, rank)
                 found = dual.compare(whole, local, rank)
                 if found is not None:
-                    return mode.name, found
+                    return mode.name, rank, found
         return None
 
-    def _guided(self, edits: Edits) -> list[Edit]:
-        """The edits that the guided traces of every mode and rank find."""
+    def _guided(self, edits: Edits, rank: int) -> list[Edit]:
+        """The edits that the guided traces of a rank find, in every mode. They hold numbers for all ranks; a
+        rank that needs others is found by its own dual trace."""
         found: list[Edit] = []
         for mode, whole in self.modes:
             if whole.trace.route != "recorder":
                 continue
-            for rank in self.ranks:
-                guide = Guide(self.module, whole, rank)
-                with bound(self.module, edits, rank, Observed()):
+            guide = Guide(self.module, whole, rank)
+            with bound(self.module, edits, rank, Observed()):
+                try:
+                    self.record(mode, whole, rank, guide)
+                except TraceError as error:
                     try:
-                        self.record(mode, whole, rank, guide)
-                    except TraceError as error:
-                        try:
-                            guide.raised(error.__cause__)
-                        except NoSource as lacking:
-                            self.missing.append((whole.trace.ops()[0], str(lacking)))
-                found += guide.edits
-                self.missing += [(m.node, m.why) for m in guide.missing]
+                        guide.raised(error.__cause__)
+                    except NoSource as lacking:
+                        self.missing.append((whole.trace.ops()[0], str(lacking)))
+            found += guide.edits
+            self.missing += [(m.node, m.why) for m in guide.missing]
         return found
 
     def _explained(self, finding: Finding) -> Finding:
@@ -129,6 +134,7 @@ def _with_observed(edits: Edits, observed: Observed) -> Edits:
 def _as_it_is(wrapper: Wrapper, value: int) -> Wrapper:
     if isinstance(wrapper, Items):
         return Items((), (value,))
+    assert isinstance(wrapper, Local)
     return Local((Size(value, (value,) * len(wrapper.sizes[0].parts)),))
 
 

@@ -11,7 +11,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from autotp.diagnostic import UnprovenPath
-from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
+from autotp.rewrite.edits.edit import Items, Local, Size, Unproven, Wrapper
 
 __all__ = ["Note", "localised", "swapped", "unproven", "wrapper_of"]
 
@@ -33,10 +33,12 @@ def localised(sizes: Sequence[Size], value: int, rank: int) -> int | None:
     return None
 
 
-def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:
+def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callable[..., Any]:
     """The function that is called around the expression; `note` is given what it does not know."""
     if isinstance(how, Local):
         return _local(how.sizes, rank, where, note)
+    if isinstance(how, Unproven):
+        return unproven(where)
     return _items(how, rank, where, note)
 
 
