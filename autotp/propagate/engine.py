@@ -296,7 +296,10 @@ class Engine:
         return found
 
     def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:
-        return solve(node, self.result.layouts, self._attempt, self._bind, self.kinds, sums=sums)
+        found = solve(node, self.result.layouts, self._attempt, self._bind, self.kinds, sums=sums)
+        # What is cut is no whole tensor that could be read in another form.
+        cut = any(isinstance(one, Read) and one.name in self.result.cuts for one in found)
+        return [] if cut else found
 
     def _regions(self, node: fx.Node, *, leaving: bool) -> list[Region]:
         return regions_for(
@@ -490,7 +493,7 @@ class Engine:
         if call.name in _RENAMES:  # the elements stay, and other names see them as before
             return
         for node in call.node.meta["mutates"]:
-            had = self.result.layouts[node][0]
+            had = self._seen(node, call.node)
             if had == layout:
                 continue
             aliases = self._fresh(node) if (had, layout) == (INVARIANT, REPLICATE) else []
