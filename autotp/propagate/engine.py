@@ -27,6 +27,7 @@ from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.indexing import INDEXING
 from autotp.propagate.joint import joint
 from autotp.propagate.moving import MOVING
+from autotp.propagate.operands import Part, parts_for
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.reads import Read, solve
 from autotp.propagate.reductions import REDUCTIONS
@@ -79,7 +80,8 @@ class Propagation:
     finding before it. `cuts` is how each tensor is cut, after row layers took the cut of their input.
     `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
     resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
-    values that take a layout for free. `random` and `random_whole` are the modules that draw random numbers
+    values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
+    a rank's part. `random` and `random_whole` are the modules that draw random numbers
     on a shard and on whole values, `reached` the layers of the plan that ran, `copied` the column layers
     whose input has a gradient to sum, with those inputs, `uncopied` those whose input's gradient is a part;
     `repeated` are the copied layers that repeat others, with their inputs' names.
@@ -92,7 +94,8 @@ class Propagation:
     reads: dict[str, Read] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
     grants: dict[fx.Node, Layout] = field(default_factory=dict)
-    wanted: list[Read | Grant | Region] = field(default_factory=list)
+    parts: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)
+    wanted: list[Read | Grant | Part | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -167,18 +170,23 @@ def propagate(
     """
     known, around = dict(reads), dict(regions)
     grants: dict[fx.Node, Layout] = {}
+    parts: dict[tuple[fx.Node, fx.Node], Shard] = {}
     while True:
-        start = Propagation(trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants))
+        start = Propagation(
+            trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts)
+        )
         result = (engine or Engine)(start, kinds).run()
-        before = (dict(known), dict(around), dict(grants))
+        before = (dict(known), dict(around), dict(grants), dict(parts))
         for wanted in result.wanted:
             if isinstance(wanted, Read):
                 known.setdefault(wanted.name, wanted)
             elif isinstance(wanted, Grant):
                 grants.setdefault(wanted.node, wanted.layout)
+            elif isinstance(wanted, Part):
+                parts.setdefault((wanted.reader, wanted.value), wanted.shard)
             else:
                 around[wanted.path] = around.get(wanted.path, wanted) | wanted
-        if (known, around, grants) == before:
+        if (known, around, grants, parts) == before:
             return result
 
 
@@ -279,10 +287,10 @@ class Engine:
             )
             self._find(node, unknown, origins)
 
-    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Grant | Region]:
+    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Grant | Part | Region]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
         code = conflict.code
-        found: list[Read | Grant | Region] = []
+        found: list[Read | Grant | Part | Region] = []
         if code == "AT310":
             found += self._solved(node, sums=True)
         if not found and code in ("AT305", *_LEAVING):
@@ -293,6 +301,8 @@ class Engine:
             found += self._solved(node, sums=False)
         if not found and code == "AT306":
             found += self._regions(node, leaving=False)
+        if not found and code == "AT306" and node.op != "output":
+            found += parts_for(node, self.result.layouts, self._attempt)
         return found
 
     def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:
@@ -442,6 +452,8 @@ class Engine:
         return Call(node, op_name(node), arguments, results, tuple(values))
 
     def _seen(self, node: fx.Node, reader: fx.Node | None) -> Layout:
+        if reader is not None and (reader, node) in self.result.parts:
+            return self.result.parts[reader, node]
         layout = self.result.layouts[node][0]
         layout = border(self.result.trace, self.result.regions, node, layout, reader)
         if reader is None or not is_whole(layout):

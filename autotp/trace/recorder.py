@@ -59,7 +59,9 @@ _TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
 """What a forward that draws one random number is given."""
 
-__all__ = ["MISSING", "Guide", "Output", "Step", "Trace", "TraceError", "Val", "record", "tensors_in"]
+__all__ = [
+    "MISSING", "Guide", "Output", "Step", "Trace", "TraceError", "Val", "in_place_of", "record", "tensors_in",
+]  # fmt: skip
 
 Boundary = Callable[[str, Any], Any]
 Guide = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], tuple[Any, tuple[Any, ...], Mapping[str, Any]]]
@@ -143,6 +145,8 @@ def _record(
         recorder = _Recorder(module, fakes, guide, layers)
         with contextlib.ExitStack() as stack:
             stack.callback(recorder.give_back)
+            _RUNNING.append(recorder)
+            stack.callback(_RUNNING.pop)
             stack.enter_context(_quiet())
             stack.enter_context(_same_draws())
             # What the model compiles runs as it is written.
@@ -477,7 +481,7 @@ if MISSING is None:
                 self.trace.graph.erase_node(node)
                 raise
             results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-            if not results and not mutated and not _gives_number(out, inputs):
+            if not results and not mutated and not _gives_number(func, out, inputs):
                 self.trace.graph.erase_node(node)
                 return out
             node.meta["mutates"] = mutated
@@ -558,10 +562,25 @@ def _is_dynamic(error: BaseException) -> bool:
     return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
 
 
-def _gives_number(out: Any, inputs: list[torch.Tensor]) -> bool:
-    """`x.item()`: a value leaves the tensors; a sharded one must not lose its trace there."""
+_RUNNING: list[Any] = []
+
+
+def in_place_of(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`make(tensor)`, which in a recording takes the tensor's place: no op is recorded."""
+    if not _RUNNING:
+        return make(tensor)
+    recorder = _RUNNING[-1]
+    (new,) = recorder._replaced((tensor,), (recorder.paused(make, tensor),))
+    assert isinstance(new, torch.Tensor)
+    return new
+
+
+def _gives_number(func: Any, out: Any, inputs: list[torch.Tensor]) -> bool:
+    """`x.item()`: a value leaves the tensors; a sharded one must not lose its trace there. Its sizes do:
+    what is made of them is compared."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex)
-    return bool(inputs) and isinstance(out, numbers)
+    of_shape = func in (torch.ops.aten.size.int, torch.ops.aten.sym_size.int)
+    return bool(inputs) and isinstance(out, numbers) and not of_shape
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

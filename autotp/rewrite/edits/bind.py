@@ -17,7 +17,7 @@ from torch import nn
 
 from autotp.rewrite.edits.branches import Span, branches
 from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
-from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Unproven
+from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Part, Unproven
 from autotp.rewrite.edits.locate import WRAPPED
 from autotp.rewrite.edits.text import Insert, NoSource, source_of
 from autotp.rewrite.edits.wrap import swapped, wrapper_of
@@ -135,7 +135,7 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
 
 def word(edit: Edit) -> str:
     """What is written around an edit's expression."""
-    return "unproven" if isinstance(edit.wrapper, Unproven) else "local"
+    return {Unproven: "unproven", Part: "part"}.get(type(edit.wrapper), "local")
 
 
 def written(span: Span, kind: str, name: str) -> list[Insert]:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import FunctionType
 
+from autotp.placement import Deal
+
 __all__ = [
-    "Call", "Edit", "Edits", "Function", "Items", "Local", "Size", "TwoNeeds", "Unproven", "Wrapper",
+    "Call", "Edit", "Edits", "Function", "Items", "Local", "Part", "Size", "TwoNeeds", "Unproven", "Wrapper",
     "joined",
 ]  # fmt: skip
 
@@ -69,7 +71,17 @@ class Unproven:
     statement; another one is that of an expression, `unproven() or (expression)`."""
 
 
-Wrapper = Local | Items | Unproven
+@dataclass(frozen=True)
+class Part:
+    """`part(tensor)`: a rank's part of a whole value without a gradient. Its dim is groups of `length`
+    elements, each dealt to the ranks by `deal`; how many groups there are (a batch) the tensor says."""
+
+    dim: int
+    length: int
+    deal: Deal
+
+
+Wrapper = Local | Items | Part | Unproven
 
 
 @dataclass(frozen=True)
@@ -118,9 +130,9 @@ def joined(one: Wrapper, other: Wrapper) -> Wrapper:
         if both is not None:
             raise TwoNeeds(f"a shape of {both} sizes would have to change and to stay")
         return Items(tuple((*at, s) for at in sorted(places) for s in _sizes(places[at])), tuple(lengths))
-    if isinstance(one, Unproven) and isinstance(other, Unproven):
+    if one == other:
         return one
-    raise TwoNeeds("it would have to be one number and a shape")
+    raise TwoNeeds("it would have to be two things")
 
 
 def _sizes(sizes: Iterable[Size]) -> tuple[Size, ...]:

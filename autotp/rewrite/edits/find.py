@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
 from autotp.rewrite.edits.locate import NOTHING, Site, number
 from autotp.rewrite.edits.wrap import localised
 
-__all__ = ["Found", "Wrong", "find", "in_check"]
+__all__ = ["Found", "Wrong", "find", "find_operand", "in_check"]
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,34 @@ def _bound(wrong: Wrong, site: Site, node: ast.Subscript) -> tuple[ast.expr, Non
     named = [s.lower if wrong.name == "start" else s.upper for s in slices]
     same = [b for b in named if b is not None and site.value(b) == wrong.got]
     return (same[0], None) if len(same) == 1 else None
+
+
+# -- tensors
+
+
+def find_operand(
+    tensor: object, sites: Sequence[tuple[int, Site]], in_method: Callable[[int], bool]
+) -> tuple[int, Site, ast.expr] | None:
+    """The expression that gives this tensor to the call, as far out as it is handed on, up to a method of a
+    module: which helper computes inside may be chosen anew when the model runs."""
+    found: tuple[int, Site, ast.expr] | None = None
+    for level, site in sites:
+        same = [e for e in _operands(site.node) if site.value(e) is tensor]
+        if len(same) != 1:
+            return found
+        found = level, site, same[0]
+        if in_method(level):
+            return found
+    return found
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Call):
+        owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        return [*owner, *_flat([*node.args, *(k.value for k in node.keywords)])]
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    return [node.value] if isinstance(node, (ast.AugAssign, ast.Subscript)) else []
 
 
 # -- numbers that are computed of local ones

@@ -15,16 +15,18 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from autotp.placement import Joint, Shard
 from autotp.propagate.arguments import expected
 from autotp.propagate.engine import Propagation, arguments_of, name_of, named_arguments, op_name
 from autotp.rewrite.edits.compile import holds, made_from, made_of
-from autotp.rewrite.edits.edit import Call, Edit, Function, Size, Wrapper
-from autotp.rewrite.edits.find import Found, Wrong, find, in_check
+from autotp.rewrite.edits.edit import Call, Edit, Function, Local, Part, Size, Wrapper
+from autotp.rewrite.edits.find import Found, Wrong, find, find_operand, in_check
 from autotp.rewrite.edits.locate import NOTHING, Site, located, method_of, number, outer
 from autotp.rewrite.edits.text import NoSource
+from autotp.slicing import take
+from autotp.trace.recorder import in_place_of
 from autotp.trace.source import is_library
 
 __all__ = ["Guide", "Missing"]
@@ -72,7 +74,12 @@ class Guide:
         changed: dict[str, Any] = {}
         for name, whole in arguments_of(wanted).items():
             here = given.get(name)
-            if _tensor_like(whole) or name not in given:
+            if name not in given:
+                continue
+            if _tensor_like(whole):
+                new = self._parts(wanted, whole, here)
+                if new is not here:
+                    changed[name] = new
                 continue
             want = expected(op_name(wanted), name, mine, _plain(here))
             if _plain(want) != _plain(here):
@@ -100,6 +107,36 @@ class Guide:
         from autotp.propagate.dual import local_call
 
         return local_call(self.whole, wanted, rank)
+
+    # -- a value of which the op is given a part
+
+    def _parts(self, node: fx.Node, whole: Any, here: Any) -> Any:
+        """The argument as the op is given it, with the edits that make it so."""
+        if isinstance(whole, (list, tuple)) and isinstance(here, (list, tuple)):
+            new = [self._parts(node, w, h) for w, h in zip(whole, here, strict=True)]
+            return here if all(a is b for a, b in zip(new, here, strict=True)) else new
+        shard = self.whole.parts.get((node, whole)) if isinstance(whole, fx.Node) else None
+        if shard is None or not isinstance(here, Tensor):
+            return here
+        if here.shape == shard.local_shape(whole.meta["val"].shape, self.rank):
+            return here  # an edit gives the part already
+        assert shard.deal is not None
+        how = Part(shard.dim, whole.meta["val"].shape[shard.dim] // shard.groups, shard.deal)
+        try:
+            frames = list(_frames(sys._getframe(2)))
+            found = find_operand(here, list(_sites(frames)), lambda level: self._in_method(frames[level]))
+            if found is None:
+                self.missing.append(Missing(node, "no expression is known that gives the whole value"))
+            else:
+                level, site, expression = found
+                self._edit(node, frames, Found(level, site, expression, how))
+        except NoSource as error:
+            self.missing.append(Missing(node, str(error)))
+        return in_place_of(here, lambda value: take(value, shard, self.rank))
+
+    def _in_method(self, frame: FrameType) -> bool:
+        method = method_of(frame)
+        return method is not None and id(method[0]) in self._paths
 
     # -- a wrong number
 
@@ -187,7 +224,7 @@ class Guide:
                 (p for p in site.source.parents(statement) if isinstance(p, ast.Raise)), statement
             )
         for leaf, size in in_check(Site(site.frame, site.source, statement), self._tables, self.rank):
-            edit = placed(frames, 0, self._paths, site.source.span(leaf), _local(size))
+            edit = placed(frames, 0, self._paths, site.source.span(leaf), Local((size,)))
             if edit not in self.edits:
                 self.edits.append(edit)
                 return True
@@ -195,12 +232,6 @@ class Guide:
 
 
 _SILENT = frozenset(["contiguous", "alias"])
-
-
-def _local(size: Size) -> Wrapper:
-    from autotp.rewrite.edits.edit import Local
-
-    return Local((size,))
 
 
 def tables(whole: Propagation) -> list[Size]:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
+from torch import Tensor
+
 from autotp.diagnostic import UnprovenPath
-from autotp.rewrite.edits.edit import Items, Local, Size, Unproven, Wrapper
+from autotp.rewrite.edits.edit import Items, Local, Part, Size, Unproven, Wrapper
+from autotp.trace.recorder import in_place_of
 
 __all__ = ["Note", "localised", "swapped", "unproven", "wrapper_of"]
 
@@ -39,6 +42,8 @@ def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callab
         return _local(how.sizes, rank, where, note)
     if isinstance(how, Unproven):
         return unproven(where)
+    if isinstance(how, Part):
+        return _part(how, rank, where, recorded=note is not None)
     return _items(how, rank, where, note)
 
 
@@ -77,6 +82,26 @@ def _items(how: Items, rank: int, where: str, note: Note | None) -> Callable[[An
         return found if isinstance(values, list) else tuple(found)
 
     return local
+
+
+def _part(how: Part, rank: int, where: str, *, recorded: bool) -> Callable[[Tensor], Tensor]:
+    start, stop = how.deal.bounds(how.length, rank)
+
+    def part(value: Tensor) -> Tensor:
+        size = value.shape[how.dim] if how.dim < value.dim() else 0
+        if size == 0 or size % how.length:
+            raise UnprovenPath(
+                f"{where}: a value of shape {list(value.shape)} is none of which a rank's part was proven "
+                f"there: dim {how.dim} in groups of {how.length}"
+            )
+        before, after = value.shape[: how.dim], value.shape[how.dim + 1 :]
+        groups = value.reshape(*before, size // how.length, how.length, *after)
+        return groups.narrow(how.dim + 1, start, stop - start).flatten(how.dim, how.dim + 1)
+
+    def stand_in(value: Tensor) -> Tensor:
+        return in_place_of(value, part)
+
+    return stand_in if recorded else part
 
 
 def swapped(
