@@ -30,9 +30,12 @@ from autotp.trace.layers import Layers
 from autotp.trace.modes import Mode
 from autotp.trace.recorder import Guide
 
-__all__ = ["compare", "distinct_ranks", "failed", "finding_at", "finding_in", "local_call", "trace_rank"]
+__all__ = [
+    "SILENT", "compare", "distinct_ranks", "failed", "finding_at", "finding_in", "local_call", "silent",
+    "trace_rank",
+]  # fmt: skip
 
-_SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
+SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
 
 
 def distinct_ranks(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Shard], tp: int) -> list[int]:
@@ -194,6 +197,11 @@ def same_repeats(whole: Trace, local: Trace) -> bool:
     return _repeats(whole) == _repeats(local)
 
 
+def silent(node: fx.Node) -> bool:
+    """Whether an op may be left out. TorchScript detaches what has no gradient, in some runs."""
+    return op_name(node) in SILENT or (op_name(node) == "detach" and not node.meta["grads"])
+
+
 def _repeats(trace: Trace) -> list[Any]:
     """The repetitions, and what each is given, in names that both traces have."""
     ids: dict[fx.Node, Any] = {}
@@ -203,7 +211,7 @@ def _repeats(trace: Trace) -> list[Any]:
             ids[node] = (node.op, node.meta["name"])
         elif node.target in (REPEATED, operator.getitem):
             ids[node] = (str(node.target), ids[node.all_input_nodes[0]], node.args[1])
-        elif node.op == "call_function" and op_name(node) in _SILENT:
+        elif node.op == "call_function" and op_name(node) in SILENT:
             ids[node] = ids[node.all_input_nodes[0]]
         elif node.op == "call_function":
             ids[node], ops = (ops,), ops + 1
@@ -241,11 +249,11 @@ class _Comparison:
         i = j = 0
         while i < len(wanted) and j < len(got):
             if op_name(wanted[i]) != op_name(got[j]):
-                if op_name(wanted[i]) in _SILENT:
+                if silent(wanted[i]):
                     self.ids[wanted[i]] = self.ids[wanted[i].all_input_nodes[0]]
                     i += 1
                     continue
-                if op_name(got[j]) in _SILENT:
+                if silent(got[j]):
                     self.ids[got[j]] = self.ids[got[j].all_input_nodes[0]]
                     j += 1
                     continue
@@ -257,7 +265,7 @@ class _Comparison:
             i, j = i + 1, j + 1
         if broken:
             return None
-        if any(op_name(n) not in _SILENT for n in (*wanted[i:], *got[j:])):
+        if not all(map(silent, (*wanted[i:], *got[j:]))):
             node = wanted[i] if i < len(wanted) else got[j]
             return self._finding(
                 node if i < len(wanted) else wanted[-1],

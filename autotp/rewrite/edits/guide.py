@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from autotp.placement import Joint, Shard
 from autotp.propagate.arguments import expected
+from autotp.propagate.dual import SILENT, local_call, silent
 from autotp.propagate.engine import Propagation, arguments_of, name_of, named_arguments, op_name
 from autotp.rewrite.edits.compile import holds, made_from, made_of
 from autotp.rewrite.edits.edit import Call, Edit, Function, Local, Part, Size, Wrapper
@@ -66,11 +67,11 @@ class Guide:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
         """The op call as the rank should make it."""
-        wanted = self._matching(func)
+        wanted = self._matching(func, args)
         if wanted is None:
             return func, args, kwargs
         given = named_arguments(func, args, kwargs)
-        mine = self._local(wanted, self.rank)
+        mine = local_call(self.whole, wanted, self.rank)
         changed: dict[str, Any] = {}
         for name, whole in arguments_of(wanted).items():
             here = given.get(name)
@@ -87,7 +88,7 @@ class Guide:
                 self._wrong(wanted, name, _plain(whole), _plain(here), want)
         return func, *_replaced(func, args, kwargs, changed)
 
-    def _matching(self, func: Any) -> fx.Node | None:
+    def _matching(self, func: Any, args: tuple[Any, ...]) -> fx.Node | None:
         """The op of the whole trace that this call is; None for one that may be there or not."""
         name = name_of(func)
         while not self._lost and self._next < len(self._ops):
@@ -95,18 +96,15 @@ class Guide:
             if op_name(wanted) == name:
                 self._next += 1
                 return wanted
-            if op_name(wanted) in _SILENT:
+            if silent(wanted):
                 self._next += 1
                 continue
-            if name in _SILENT or not any("Tensor" in str(r.type) for r in func._schema.returns):
+            if name in SILENT or (name == "detach" and not args[0].requires_grad):
+                return None
+            if not any("Tensor" in str(r.type) for r in func._schema.returns):
                 return None
             self._lost = True
         return None
-
-    def _local(self, wanted: fx.Node, rank: int) -> Any:
-        from autotp.propagate.dual import local_call
-
-        return local_call(self.whole, wanted, rank)
 
     # -- a value of which the op is given a part
 
@@ -181,7 +179,7 @@ class Guide:
         """The number with its part on every rank; without the factor of whole dims (batch · heads)."""
         parts = []
         for rank in range(self._tp):
-            want = expected(op_name(node), name, self._local(node, rank), whole)
+            want = expected(op_name(node), name, local_call(self.whole, node, rank), whole)
             want = want if place is None else want[place]
             if not number(want):
                 return None
@@ -229,9 +227,6 @@ class Guide:
                 self.edits.append(edit)
                 return True
         return False
-
-
-_SILENT = frozenset(["contiguous", "alias"])
 
 
 def tables(whole: Propagation) -> list[Size]:
