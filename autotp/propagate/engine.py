@@ -302,7 +302,7 @@ class Engine:
         if not found and code == "AT306":
             found += self._regions(node, leaving=False)
         if not found and code == "AT306" and node.op != "output":
-            found += parts_for(node, self.result.layouts, self._attempt)
+            found += parts_for(node, self.result.layouts, self._attempt, draws)
         return found
 
     def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:

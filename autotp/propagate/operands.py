@@ -7,6 +7,7 @@ a part costs nothing in forward, and there is no backward. The part is taken by 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -29,11 +30,18 @@ class Part:
     shard: Shard
 
 
-def parts_for(node: fx.Node, layouts: Mapping[fx.Node, list[Layout]], attempt: Attempt) -> list[Part]:
+def parts_for(
+    node: fx.Node,
+    layouts: Mapping[fx.Node, list[Layout]],
+    attempt: Attempt,
+    draws: Callable[[fx.Node], bool],
+) -> list[Part]:
     """The part of one whole input with which the op at `node` has no conflict; an empty list when there is
-    none."""
+    none. `draws` says which ops draw random numbers."""
     for value in node.all_input_nodes:
-        if not _constant(value) or any(isinstance(x, (Shard, Partial)) for x in layouts.get(value, [])):
+        if not _constant(value, draws) or any(
+            isinstance(x, (Shard, Partial)) for x in layouts.get(value, [])
+        ):
             continue
         for shard in _cuts(node, value, layouts):
             try:
@@ -54,7 +62,7 @@ def _cuts(node: fx.Node, value: fx.Node, layouts: Mapping[fx.Node, list[Layout]]
                         yield layout.at(dim)
 
 
-def _constant(value: fx.Node) -> bool:
+def _constant(value: fx.Node, draws: Callable[[fx.Node], bool]) -> bool:
     """Whether a value comes from nothing that may have a gradient, in whatever mode the model runs."""
     if isinstance(value.meta["val"], list):
         return False
@@ -64,6 +72,8 @@ def _constant(value: fx.Node) -> bool:
         if node in seen:
             continue
         seen.add(node)
+        if node.op == "call_function" and node.target is not operator.getitem and draws(node):
+            return False  # random numbers are drawn where they are used
         if node.op == "placeholder" or node.meta.get("origin") == "parameter":
             val = node.meta["val"]
             if val.dtype.is_floating_point or val.dtype.is_complex:

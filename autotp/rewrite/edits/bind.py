@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.rewrite.edits.branches import Span, branches
+from autotp.rewrite.edits.branches import Branch, Span, branches
 from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
 from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Part, Unproven
 from autotp.rewrite.edits.locate import WRAPPED
@@ -120,7 +120,8 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
         where = f"{tree.function.file}:{tree.function.line}: {tree.function.name}"
         pieces.append((span, "swap", swapped(known, passed, where, note)))
     if observed is not None:
-        for span in branches(source, function, how.owner):
+        # Two branches may begin at one place: where one is reached, the other is.
+        for span in dict.fromkeys(b.mark for b in branches(source, function, how.owner)):
             pieces.append((span, "unproven", partial(observed.reached.add, (*tree.place, *span))))
     free = named(source, function, *(name for _, name, _ in pieces))
     inserts = [
@@ -198,9 +199,12 @@ def unreached(root: nn.Module, edits: Edits, observed: Observed) -> Iterator[Edi
                 function = each.function.live
                 source = source_of(function.__code__, function.__globals__)
                 owner = root.get_submodule(path) if each is tree else None
-                for span in branches(source, function, owner):
-                    if (*each.place, *span) not in observed.reached:
-                        yield Edit(*each.place, *span, Unproven())
+                found: list[Branch] = []
+                for branch in branches(source, function, owner):
+                    inside = any(b.text[0] <= branch.text[0] and branch.text[1] <= b.text[1] for b in found)
+                    if not inside and (*each.place, *branch.mark) not in observed.reached:
+                        found.append(branch)
+                        yield Edit(*each.place, *branch.mark, Unproven())
 
 
 def texts(edits: Edits) -> dict[str, list[tuple[Function, tuple[Insert, ...]]]]:

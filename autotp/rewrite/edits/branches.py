@@ -1,15 +1,17 @@
 """The branches of a function, of which some may be taken that no trace took.
 
-Such a branch holds constants that were never compared. It matters where it makes shapes, or calls code of
-the model; one that raises, warns or only computes needs nothing.
+Such a branch holds constants that were never compared, and ops that no rule has seen. It matters where it
+calls anything that may be given a tensor; one that raises, warns, or asks how the model runs does not.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -17,26 +19,33 @@ from torch import nn
 
 from autotp.rewrite.edits.text import Source
 
-__all__ = ["branches"]
+__all__ = ["Branch", "Span", "branches"]
 
 Span = tuple[int, int]
 
-# Calls whose arguments are sizes.
-_SHAPING = frozenset(
+
+@dataclass(frozen=True)
+class Branch:
+    """Where the start of a branch is marked, and all of its text. An empty `mark` stands before a statement,
+    another one is that of an expression."""
+
+    mark: Span
+    text: Span
+
+
+# Methods of containers, strings and loggers: what they are called on is not known before it runs.
+_PLAIN = frozenset(
     [
-        "as_strided", "broadcast_to", "chunk", "empty", "expand", "fold", "full", "group_norm", "narrow",
-        "new_empty", "new_full", "new_ones", "new_zeros", "ones", "rearrange", "reduce", "repeat",
-        "repeat_interleave", "reshape", "split", "split_with_sizes", "tensor_split", "tile", "unflatten",
-        "unfold", "view", "zeros",
+        "append", "debug", "endswith", "extend", "format", "get", "info", "items", "join", "keys", "lower",
+        "startswith", "upper", "warn", "warning", "warning_once",
     ]
 )  # fmt: skip
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 
 
-def branches(source: Source, function: FunctionType, owner: object = None) -> Iterator[Span]:
-    """The places of the branches that matter: where the start of one is marked. An empty span stands before
-    a statement, another one is that of an expression. `owner` is the function's first argument, if known."""
+def branches(source: Source, function: FunctionType, owner: object = None) -> Iterator[Branch]:
+    """The branches that matter, the outer ones first. `owner` is the function's first argument, if known."""
     node = source.definition(function.__code__)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         names = _names(node, function, owner)
@@ -65,17 +74,21 @@ def _names(
     return names
 
 
-def _in_list(source: Source, statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Iterator[Span]:
+def _in_list(source: Source, statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Iterator[Branch]:
     """The branches inside of these statements, and what follows where one of them may leave early."""
     for place, statement in enumerate(statements):
-        for body in _bodies(statement):
-            if _matters(body, names):
-                yield from _mark(source, body)
-            yield from _in_list(source, body, names)
-        yield from _arms(source, statement, names)
         rest = statements[place + 1 :]
         if rest and _bodies(statement) and _leaves(statement) and _matters(rest, names):
-            yield from _mark(source, rest)
+            yield from _mark(source, rest, _text(source, rest))
+        for body in _bodies(statement):
+            if _matters(body, names):
+                yield from _mark(source, body, _text(source, body))
+            yield from _in_list(source, body, names)
+        yield from _arms(source, statement, names)
+
+
+def _text(source: Source, statements: Sequence[ast.stmt]) -> Span:
+    return source.span(statements[0])[0], source.span(statements[-1])[1]
 
 
 def _bodies(statement: ast.stmt) -> list[list[ast.stmt]]:
@@ -100,28 +113,28 @@ def _leaves(statement: ast.stmt) -> bool:
     return any(isinstance(n, _LEAVING) for n in ast.walk(statement))
 
 
-def _mark(source: Source, statements: Sequence[ast.stmt]) -> Iterator[Span]:
+def _mark(source: Source, statements: Sequence[ast.stmt], text: Span) -> Iterator[Branch]:
     """Where the start of these statements is marked: `;` cannot stand before a compound statement."""
     for first in statements:
         if isinstance(first, _DEFINITIONS):
             continue
         if isinstance(first, (ast.If, ast.While)):
-            yield source.span(first.test)
+            yield Branch(source.span(first.test), text)
         elif isinstance(first, (ast.For, ast.AsyncFor)):
-            yield source.span(first.iter)
+            yield Branch(source.span(first.iter), text)
         elif isinstance(first, (ast.With, ast.AsyncWith)):
-            yield source.span(first.items[0].context_expr)
+            yield Branch(source.span(first.items[0].context_expr), text)
         elif isinstance(first, ast.Match):
-            yield source.span(first.subject)
+            yield Branch(source.span(first.subject), text)
         elif isinstance(first, ast.Try):
-            yield from _mark(source, first.body)
+            yield from _mark(source, first.body, text)
         else:
             start, _ = source.span(first)
-            yield start, start
+            yield Branch((start, start), text)
         return
 
 
-def _arms(source: Source, statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[Span]:
+def _arms(source: Source, statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[Branch]:
     """The two values of `a if test else b`."""
     for held in _held(statement):
         yield from _in_list(source, [held], names)
@@ -129,7 +142,7 @@ def _arms(source: Source, statement: ast.stmt, names: Mapping[str, Any]) -> Iter
         if isinstance(node, ast.IfExp):
             for arm in (node.body, node.orelse):
                 if any(_shapes_or_calls(n, names) for n in ast.walk(arm)):
-                    yield source.span(arm)
+                    yield Branch(source.span(arm), source.span(arm))
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -145,8 +158,8 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _matters(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> bool:
-    """Whether sizes are used, or the model's own code is called, when these statements run. What leaves by
-    an exception does not go on with anything."""
+    """Whether anything is done with tensors when these statements run. What leaves by an exception does not
+    go on with anything."""
     for statement in statements:
         if isinstance(statement, ast.Raise):
             return False
@@ -163,16 +176,19 @@ def _matters(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> bool:
 
 
 def _shapes_or_calls(node: ast.AST, names: Mapping[str, Any]) -> bool:
+    """Whether a node works on tensors in a way that depends on how they are cut, or may do so."""
     if isinstance(node, ast.Slice):
         bounds = [b for b in (node.lower, node.upper) if b is not None]
         return any(isinstance(n, ast.Attribute) for b in bounds for n in ast.walk(b))
+    if isinstance(node, ast.BinOp):
+        sizes = (n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))
+        return isinstance(node.op, ast.MatMult) or "shape" in sizes
     if not isinstance(node, ast.Call):
         return False
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if name in _SHAPING:
-        return True
     called = _resolved(node.func, names)
-    return called is not None and not _harmless(called)
+    if called is None:
+        return not isinstance(node.func, ast.Attribute) or node.func.attr not in _PLAIN
+    return not _harmless(called)
 
 
 def _resolved(expression: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -188,9 +204,13 @@ def _resolved(expression: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _harmless(called: Callable[..., Any]) -> bool:
-    """Not code of the model: classes, Python's and torch's functions, torch's modules."""
+    """Classes, Python's own functions, loggers, and torch's questions (`torch.is_grad_enabled`)."""
     if isinstance(called, type):
         return not issubclass(called, nn.Module)
-    where = type(called).__module__ if isinstance(called, nn.Module) else getattr(called, "__module__", None)
-    package = (where or "torch").partition(".")[0]
-    return package in ("torch", "autotp") or (package in sys.stdlib_module_names and package != "__main__")
+    if isinstance(getattr(called, "__self__", None), logging.Logger):
+        return True
+    where = getattr(called, "__module__", None) or ""
+    package = where.partition(".")[0]
+    if package == "torch" or isinstance(called, nn.Module):
+        return getattr(called, "__name__", "").startswith("is_") or where.startswith("torch.compiler")
+    return package in ("", "autotp") or (package in sys.stdlib_module_names and package != "__main__")

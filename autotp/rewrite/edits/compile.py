@@ -10,6 +10,7 @@ function in the place of the old one.
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
@@ -17,7 +18,7 @@ from typing import Any
 
 from autotp.rewrite.edits.text import Insert, NoSource, Source, flags_of, inserted, source_of
 
-__all__ = ["Made", "holds", "made_from", "made_of", "named", "rebuilt", "remade"]
+__all__ = ["Made", "found_again", "holds", "made_from", "made_of", "named", "rebuilt", "remade"]
 
 _FACTORY = "__autotp_factory"
 _DEPTH = 8  # decorators around one function
@@ -120,7 +121,7 @@ def _compiled(
     body: list[ast.stmt]
     if isinstance(tree, ast.Lambda):
         _plain_arguments(tree.args)
-        body = [ast.Return(tree)]
+        body = [ast.Expr(tree)]
     else:
         assert isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef))
         _plain_arguments(tree.args)
@@ -196,6 +197,24 @@ def holds(value: object, code: CodeType, depth: int = 0) -> FunctionType | None:
         found = holds(_content(cell), code, depth + 1)
         if found is not None:
             return found
+    return None
+
+
+def found_again(module: str, line: int, name: str) -> FunctionType | None:
+    """The function of a qualified name, whose code begins at that line, in a module; None if it is gone."""
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = vars(value).get(part) if hasattr(value, "__dict__") else None
+    todo = [value]
+    for one in todo:
+        one = getattr(one, "fget", None) or getattr(one, "__func__", one)
+        if not isinstance(one, FunctionType):
+            continue
+        if (one.__code__.co_firstlineno, one.__code__.co_qualname) == (line, name):
+            return one
+        todo += [_content(cell) for cell in one.__closure__ or ()][:_DEPTH]
+        if len(todo) > _DEPTH * _DEPTH:
+            return None
     return None
 
 

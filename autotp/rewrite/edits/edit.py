@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pickle import PicklingError, UnpicklingError
 from types import FunctionType
 
 from autotp.placement import Deal
+from autotp.rewrite.edits.compile import found_again
 
 __all__ = [
     "Call", "Edit", "Edits", "Function", "Items", "Local", "Part", "Size", "TwoNeeds", "Unproven", "Wrapper",
@@ -28,6 +30,24 @@ class Function:
     name: str
     live: FunctionType = field(compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """By its place: what a decorator holds has no name that pickle would find."""
+        if found_again(self.live.__module__, self.line, self.name) is not self.live:
+            raise PicklingError(
+                f"{self.file}:{self.line}: {self.name}, of which the model has an edited copy, is not found "
+                "by its name (a lambda, a function in a function); save the model's state_dict instead"
+            )
+        return _again, (self.live.__module__, self.file, self.line, self.name)
+
+
+def _again(module: str, file: str, line: int, name: str) -> Function:
+    live = found_again(module, line, name)
+    if live is None:
+        raise UnpicklingError(
+            f"{file}:{line}: {name} is not there any more: the pickled model has an edited copy of it"
+        )
+    return Function(file, line, name, live)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -37,6 +57,19 @@ class Call:
     start: int
     stop: int
     callee: object = field(compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The callee by its place where it has one: a class method is not found as a function."""
+        callee, code = self.callee, getattr(self.callee, "__code__", None)
+        if isinstance(callee, FunctionType) and code is not None:
+            module, line, name = callee.__module__, code.co_firstlineno, code.co_qualname
+            if found_again(module, line, name) is callee:
+                return _call_again, (self.function, self.start, self.stop, (module, line, name))
+        return Call, (self.function, self.start, self.stop, callee)
+
+
+def _call_again(function: Function, start: int, stop: int, callee: tuple[str, int, str]) -> Call:
+    return Call(function, start, stop, found_again(*callee))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
 from autotp.rewrite.edits.locate import NOTHING, Site, number
 from autotp.rewrite.edits.wrap import localised
 
-__all__ = ["Found", "Wrong", "find", "find_operand", "in_check"]
+__all__ = ["Found", "Wrong", "find", "find_operand", "in_arguments", "in_check"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,9 @@ def find_operand(
     module: which helper computes inside may be chosen anew when the model runs."""
     found: tuple[int, Site, ast.expr] | None = None
     for level, site in sites:
-        same = [e for e in _operands(site.node) if site.value(e) is tensor]
+        worth = [(e, site.value(e)) for e in _operands(site.node)]
+        # What cannot be evaluated again, a call, may be it: the dual trace shows whether it is.
+        same = [e for e, value in worth if value is tensor] or [e for e, v in worth if v is NOTHING]
         if len(same) != 1:
             return found
         found = level, site, same[0]
@@ -300,6 +302,17 @@ def in_check(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[as
             worth = _with(site, test, {leaf: local})
             if worth is not NOTHING and bool(worth) is passes:
                 yield leaf, size
+
+
+def in_arguments(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[ast.expr, Size]]:
+    """The numbers among a call's arguments that are sizes of the whole model."""
+    assert isinstance(site.node, ast.Call)
+    for one in _flat([*site.node.args, *(k.value for k in site.node.keywords)]):
+        value = site.value(one)
+        for size in tables if number(value) else ():
+            local = localised((size,), value, rank)
+            if local is not None and local != value:
+                yield one, size
 
 
 def _test(site: Site) -> tuple[ast.expr | None, bool]:

@@ -23,7 +23,7 @@ from autotp.propagate.dual import SILENT, local_call, silent
 from autotp.propagate.engine import Propagation, arguments_of, name_of, named_arguments, op_name
 from autotp.rewrite.edits.compile import holds, made_from, made_of
 from autotp.rewrite.edits.edit import Call, Edit, Function, Local, Part, Size, Wrapper
-from autotp.rewrite.edits.find import Found, Wrong, find, find_operand, in_check
+from autotp.rewrite.edits.find import Found, Wrong, find, find_operand, in_arguments, in_check
 from autotp.rewrite.edits.locate import NOTHING, Site, located, method_of, number, outer
 from autotp.rewrite.edits.text import NoSource
 from autotp.slicing import take
@@ -43,13 +43,15 @@ class Missing:
 
 @dataclass
 class Guide:
-    """The hook of one rank's recording. `edits` is what it found, `missing` what it found no edit for."""
+    """The hook of one rank's recording. `edits` is what it found, `missing` what it found no edit for,
+    `finished` whether the run came to its end."""
 
     root: nn.Module
     whole: Propagation
     rank: int
     edits: list[Edit] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
+    finished: bool = False
 
     def __post_init__(self) -> None:
         self._ops = self.whole.trace.ops()
@@ -201,32 +203,42 @@ class Guide:
 
     # -- a forward that raises
 
-    def raised(self, error: BaseException | None) -> bool:
-        """Whether an edit was found for a check of the model's own that raised."""
+    def raised(self, error: BaseException | None) -> list[Edit]:
+        """The edits of which one may let a forward go on that raised: in the model's own check of a shape, or
+        in the arguments of a call that failed before any op (einops' own checks)."""
         frames: list[FrameType] = []
         traceback = error.__traceback__ if error is not None else None
         while traceback is not None:
             frames.insert(0, traceback.tb_frame)
             traceback = traceback.tb_next
-        if not frames or is_library(frames[0].f_code.co_filename):
-            return False
-        return self._in_check(frames)
+        return [*self._in_check(frames), *self._in_call(frames)]
 
-    def _in_check(self, frames: list[FrameType]) -> bool:
+    @property
+    def progress(self) -> int:
+        """How many ops of the whole trace were reached."""
+        return self._next
+
+    def _in_check(self, frames: list[FrameType]) -> Iterator[Edit]:
+        if not frames or is_library(frames[0].f_code.co_filename):
+            return
         site = located(frames[0], ast.Call, ast.Raise, ast.Assert)
         if site is None:
-            return False
+            return
         statement = site.node
         if not isinstance(statement, (ast.Raise, ast.Assert)):
             statement = next(
                 (p for p in site.source.parents(statement) if isinstance(p, ast.Raise)), statement
             )
         for leaf, size in in_check(Site(site.frame, site.source, statement), self._tables, self.rank):
-            edit = placed(frames, 0, self._paths, site.source.span(leaf), Local((size,)))
-            if edit not in self.edits:
-                self.edits.append(edit)
-                return True
-        return False
+            yield placed(frames, 0, self._paths, site.source.span(leaf), Local((size,)))
+
+    def _in_call(self, frames: list[FrameType]) -> Iterator[Edit]:
+        level = next((k for k, f in enumerate(frames) if not is_library(f.f_code.co_filename)), None)
+        site = located(frames[level], ast.Call) if level is not None else None
+        if level is None or site is None:
+            return
+        for leaf, size in in_arguments(site, self._tables, self.rank):
+            yield placed(frames, level, self._paths, site.source.span(leaf), Local((size,)))
 
 
 def tables(whole: Propagation) -> list[Size]:

@@ -26,6 +26,7 @@ from autotp.trace.modes import Mode
 __all__ = ["solve"]
 
 ROUNDS = 12  # a check of the model's own stops a trace, so each takes a round
+TRIES = 12  # edits that may let a run go on which raised
 _EDITABLE = ("AT313", "AT315")
 
 Run = Callable[[Mode, Propagation, int, Any], Trace]  # (mode, its layouts, rank, guide)
@@ -91,22 +92,40 @@ class _Search:
         for mode, whole in self.modes:
             if whole.trace.route != "recorder":
                 continue
-            guide = Guide(self.module, whole, rank)
-            with bound(self.module, edits, rank, Observed()):
-                try:
-                    self.record(mode, whole, rank, guide)
-                except TraceError as error:
-                    try:
-                        guide.raised(error.__cause__)
-                    except NoSource as lacking:
-                        self.missing.append((whole.trace.ops()[0], str(lacking)))
+            guide, tried = self._guide(edits, mode, whole, rank)
             found += guide.edits
+            found += self._first_that_helps(tried, guide, edits, mode, whole)
             self.missing += [(m.node, m.why) for m in guide.missing]
         return found
 
+    def _guide(self, edits: Edits, mode: Mode, whole: Propagation, rank: int) -> tuple[Guide, list[Edit]]:
+        """The guide of one run, and the edits of which one may help where the run raised."""
+        guide = Guide(self.module, whole, rank)
+        with bound(self.module, edits, rank, Observed()):
+            try:
+                self.record(mode, whole, rank, guide)
+                guide.finished = True
+            except TraceError as error:
+                try:
+                    return guide, guide.raised(error.__cause__)
+                except NoSource as lacking:
+                    self.missing.append((whole.trace.ops()[0], str(lacking)))
+        return guide, []
+
+    def _first_that_helps(
+        self, tried: list[Edit], guide: Guide, edits: Edits, mode: Mode, whole: Propagation
+    ) -> list[Edit]:
+        """The first edit with which a run that raised goes further."""
+        for edit in tried[:TRIES]:
+            further, _ = self._guide(edits | [*guide.edits, edit], mode, whole, guide.rank)
+            if further.progress > guide.progress or further.finished:
+                return [edit, *further.edits]
+        return []
+
     def _explained(self, finding: Finding) -> Finding:
         """With why no edit makes it right."""
-        reasons = [why for node, why in self.missing if node is finding.node or not finding.origins]
+        raised = finding.conflict.code == "AT315"
+        reasons = [why for node, why in self.missing if node is finding.node or raised]
         notes = (*finding.conflict.notes, *(f"no edit of the code makes it right: {w}" for w in reasons[:1]))
         conflict = finding.conflict
         return replace(

@@ -66,20 +66,29 @@ class Source:
 
     def definition(self, code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
         """The node that a function's code was compiled from."""
+        if code.co_name == "<lambda>":
+            return self._lambda(code)
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-                if min([node.lineno, *(d.lineno for d in node.decorator_list)]) == code.co_firstlineno:
-                    return node
-            elif isinstance(node, ast.Lambda) and code.co_name == "<lambda>":
-                place = next((p for p in code.co_positions() if p[2] is not None and p[0] is not None), None)
-                if place is not None and self._holds(node, place):  # type: ignore[arg-type]
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                if first == code.co_firstlineno:
                     return node
         return None
 
-    def _holds(self, node: ast.Lambda, place: tuple[int, int, int, int]) -> bool:
-        line, _, column, _ = place
-        start, stop = self.span(node.body)
-        return start <= self.offset(line, column) < stop
+    def _lambda(self, code: CodeType) -> ast.Lambda | None:
+        """The smallest lambda around all that the code does."""
+        twin = self.twin(code) or code
+        places = [p for p in twin.co_positions() if None not in p and (p[0], p[2]) != (p[1], p[3])]
+        offsets = [self.offset(p[0], p[2]) for p in places]  # type: ignore[arg-type]
+        around = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Lambda)
+            and offsets
+            and self.span(node.body)[0] <= min(offsets)
+            and max(offsets) < self.span(node.body)[1]
+        ]
+        return min(around, key=lambda n: self.span(n)[1] - self.span(n)[0], default=None)
 
     def twin(self, code: CodeType) -> CodeType | None:
         """The same function compiled from this text; None where the text is another than the running one."""
