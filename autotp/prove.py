@@ -243,7 +243,7 @@ def _alike(whole: Propagation, local: Trace, rank: int) -> None:
 
 def _sizes(samples: Samples) -> set[int]:
     """The sizes of the inputs of every trace."""
-    every = [samples, *samples.also]
+    every = [samples, *samples.also, *([samples.pair] if samples.pair is not None else [])]
     given = [value for one in every for value in (*one.args, *one.kwargs.values(), *one.labels.values())]
     return {size for _, tensor, _ in tensors_in(given) for size in tensor.shape}
 

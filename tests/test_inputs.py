@@ -70,16 +70,19 @@ def used(model, samples, names=("input_ids", "decoder_input_ids")):
 @pytest.mark.parametrize("pair", [0, 1])
 def test_sizes_say_where_they_come_from(name, pair):
     model = architectures.build(name)
-    for size in used(model, make(model, pair=pair)):
+    samples = make(model).pair if pair else make(model)
+    for size in used(model, samples):
         assert all(n % size for n in sizes_of(model)), size
         assert size > heads_of(model) == (3 if name == "gpt2" else 6)
-    batch, sequence = make(model, pair=pair).kwargs["input_ids"].shape
+    batch, sequence = samples.kwargs["input_ids"].shape
     assert batch != sequence
 
 
 def test_pairs_differ_in_every_size():
     model = architectures.build("t5")
-    first, second = used(model, make(model)), used(model, make(model, pair=1))
+    samples = make(model)
+    first, second = used(model, samples), used(model, samples.pair)
+    assert samples.pair.kwargs.keys() == samples.kwargs.keys() and samples.pair.labels.keys() == {"labels"}
     assert len(first) == len(second) == 3 and not first & second
 
 
@@ -264,7 +267,8 @@ def test_both_ranks_are_given_where_both_run():
 
 
 def test_other_sizes():
-    assert shapes(make(nn.Linear(10, 14), pair=1)) == ([(23, 10)], {})
+    assert shapes(make(nn.Linear(10, 14)).pair) == ([(23, 10)], {})
+    assert make(nn.Linear(4, 4), torch.zeros(2, 4)).pair is None
 
 
 def test_the_search_leaves_the_module_alone():

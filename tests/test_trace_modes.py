@@ -32,30 +32,46 @@ def grouped(trace):
 def test_a_plain_module():
     found = capture_modes(nn.Linear(4, 4), Samples.given(X))
     assert list(traces(found)) == ["eval"]
-    assert (
-        found.covered == dict.fromkeys(("train", "train, run time", "run time", "inference"), "eval")
-        and not found.failed
-    )
+    others = ("train", "train, run time", "run time", "inference", "inference, run time")
+    assert found.covered == dict.fromkeys(others, "eval") and not found.failed
 
 
 def test_dropout_makes_train_its_own_mode():
     found = capture_modes(models.Dropped(), make(models.Dropped()))
     assert {"eval", "train"} <= set(traces(found))
-    assert all(m.training == (m.name == "train") for m, _ in found.traces)
+    assert all(m.training == m.name.startswith("train") for m, _ in found.traces)
 
 
 def test_both_ranks_of_found_inputs():
     found = capture_modes(models.MLP(), make(models.MLP()))
     assert [(m.name, t.ops()[0].meta["val"].shape) for m, t in found.traces] == [
         ("eval", (7, 33)),
-        ("eval, 3 dims", (7, 5, 33)),
+        ("run time", (19, 33)),  # the second pair of sizes
+        ("eval, inputs of 3 dims", (7, 5, 33)),
     ]
+    assert found.covered["inference, run time"] == "run time"
+
+
+def test_two_pairs_of_sizes_are_traced():
+    """Also where nothing runs but what is being exported."""
+
+    class Exported(models.MLP):
+        def forward(self, x):
+            if not torch.compiler.is_exporting():
+                raise ValueError("only exported")
+            return super().forward(x)
+
+    found = capture_modes(Exported(), make(Exported()))
+    assert [m.name for m, _ in found.traces] == ["eval", "eval, other sizes", "eval, inputs of 3 dims"]
+    model = architectures.build("llama", device="meta")
+    shapes = {m.name: m.kwargs["input_ids"].shape for m in modes(model, make(model))}
+    assert len(set(shapes["eval"]) | set(shapes["run time"])) == 4
 
 
 def test_llama():
     found = captured("llama")
     assert list(traces(found)) == ["eval", "run time", "train with labels", "decode"]
-    assert found.covered == {"train": "eval"} and not found.failed
+    assert found.covered == {"train": "eval", "inference, run time": "run time"} and not found.failed
     by_name = traces(found)
     assert not grouped(by_name["eval"]) and len(grouped(by_name["run time"])) == 2
     assert by_name["train with labels"].outputs[0].name == "loss"
@@ -196,5 +212,5 @@ def test_modes_take_the_way_of_an_earlier_trace():
 def test_the_list_of_modes():
     model = architectures.build("bert")
     assert [m.name for m in modes(model, make(model))] == [
-        "eval", "train", "run time", "train with labels", "inference",
+        "eval", "train", "run time", "train with labels", "inference", "inference, run time",
     ]  # fmt: skip

@@ -25,18 +25,20 @@ _OFFSET = 4  # learned position tables start at 0, 1, 2 or after the padding id
 _MEDIA = ("pixel_values", "input_features", "input_values")
 
 
-def from_config(module: nn.Module, *, pair: int = 0) -> Samples | None:
+def from_config(module: nn.Module) -> Samples | None:
     """Samples for a transformers model; None for any other module, or where they do not run."""
     config = getattr(module, "config", None)
     main = getattr(module, "main_input_name", None)
     if config is None or not isinstance(main, str) or not callable(getattr(config, "to_dict", None)):
         return None
-    made = _Inputs(module, config, pair=pair)
+    made, other = _Inputs(module, config, pair=0), _Inputs(module, config, pair=1)
     tries = list(_tries(made, main))
     for kwargs in tries:
         # A model of one modality takes its main input; only one of several has to be asked.
         if len(tries) == 1 or _runs(module, kwargs):
-            return Samples((), kwargs, "config", made.labels(kwargs))
+            again = {name: other.tensor(name) for name in kwargs}
+            pair = Samples((), again, "config", other.labels(again))
+            return Samples((), kwargs, "config", made.labels(kwargs), pair=pair)
     return None
 
 

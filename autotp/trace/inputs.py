@@ -25,13 +25,15 @@ class Samples:
     """The arguments of one forward. `origin` is "given", "config" or "found"; `labels` are further keyword
     arguments with which a transformers model also computes its loss; `also` are samples of other ranks that
     the forward takes as well, where autotp cannot tell which are meant: [batch, features] and
-    [batch, sequence, features]."""
+    [batch, sequence, features]. `pair` is the same with another batch and sequence, where those are autotp's
+    to choose: sizes that coincide in one trace differ in the other."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     origin: str
     labels: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[Samples, ...] = ()
+    pair: Samples | None = None
 
     @classmethod
     def given(cls, inputs: Any) -> Samples:
@@ -54,10 +56,8 @@ class Samples:
         )
 
 
-def make(module: nn.Module, inputs: Any = None, *, pair: int = 0) -> Samples:
+def make(module: nn.Module, inputs: Any = None) -> Samples:
     """The samples to trace `module` with: the given ones, else made from its config, else found.
-
-    `pair` 1, 2, … give other batch and sequence sizes, where the sizes are autotp's to choose.
 
     Raises UsageError when none can be found; it says what to pass.
     """
@@ -66,5 +66,5 @@ def make(module: nn.Module, inputs: Any = None, *, pair: int = 0) -> Samples:
 
     if inputs is not None:
         return Samples.given(inputs)
-    made = from_config(module, pair=pair)
-    return made if made is not None else found(module, pair=pair)
+    made = from_config(module)
+    return made if made is not None else found(module)

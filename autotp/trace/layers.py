@@ -16,7 +16,7 @@ from torch import nn
 
 __all__ = ["Layers", "look"]
 
-_FEWEST = 3  # layers that look alike, and modules in a layer: with less there is nothing to gain
+_LAYERS, _MODULES = 2, 3  # with fewer layers that look alike, or modules in a layer, nothing is gained
 _SETTINGS = (bool, float, str, torch.dtype, enum.Enum)
 
 
@@ -58,9 +58,9 @@ def _alike(
         classes[type(child)] = classes.get(type(child), 0) + 1
     found: dict[Any, list[str]] = {}
     for place, child in children.items():
-        if classes[type(child)] >= _FEWEST and len(list(child.modules())) >= _FEWEST:
+        if classes[type(child)] >= _LAYERS and len(list(child.modules())) >= _MODULES:
             found.setdefault(look(child, place, marks), []).append(place)
-    large = [places for places in found.values() if len(places) >= _FEWEST]
+    large = [places for places in found.values() if len(places) >= _LAYERS]
     yield from large
     taken = {place for places in large for place in places}
     for place, child in children.items():

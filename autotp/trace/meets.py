@@ -38,7 +38,7 @@ class _Candidate:
     below: int = 2
 
 
-def found(module: nn.Module, *, pair: int = 0) -> Samples:
+def found(module: nn.Module) -> Samples:
     """Samples with which the forward of `module` runs.
 
     Raises UsageError, with the call that got furthest, when there are none.
@@ -48,13 +48,13 @@ def found(module: nn.Module, *, pair: int = 0) -> Samples:
     required = [p for p in parameters if p.default is p.empty]
     # Arguments that may be left out often may not: forward(x=None).
     optional = [p for p in parameters if p.default is None]
-    sizes = Sizes.of(module, pair=pair)
-    search = _Search(module, list(_candidates(module, sizes)), pair)
+    sizes, others = Sizes.of(module), Sizes.of(module, pair=1)
+    search = _Search(module, list(_candidates(module, sizes)))
     best: tuple[int, Samples, TraceError | None] = (-1, Samples((), {}, "found"), None)
     for extra in range(min(len(optional), _OPTIONAL) + 1):
         result = search.run([*required, *optional[:extra]])
         if result[2] is None:
-            return replace(result[1], also=search.longer(sizes.sequence))
+            return replace(result[1], also=search.longer(sizes.sequence), pair=search.other(sizes, others))
         best = max(best, result, key=lambda r: r[0])
         if search.ended:
             break
@@ -72,13 +72,12 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class _Search:
-    def __init__(self, module: nn.Module, candidates: list[_Candidate], pair: int) -> None:
+    def __init__(self, module: nn.Module, candidates: list[_Candidate]) -> None:
         self.module, self.candidates, self.tries = module, candidates, 0
         floats = next((p for p in module.parameters() if p.is_floating_point()), None)
         self.dtype = floats.dtype if floats is not None else torch.get_default_dtype()
         on_meta = floats is None or floats.is_meta
         self.device = torch.device("cpu") if on_meta or floats is None else floats.device
-        self.seed = pair
         self.begun = time.process_time()
         self.parameters: list[inspect.Parameter] = []
         self.chosen: dict[str, _Candidate] = {}
@@ -118,6 +117,17 @@ class _Search:
         far, _ = self._far(self.parameters, chosen)
         return (self._samples(self.parameters, chosen),) if far == _DONE else ()
 
+    def other(self, sizes: Sizes, others: Sizes) -> Samples | None:
+        """What was found, with other sizes; None where it does not run with them."""
+        sizes_of = {sizes.batch: others.batch, sizes.sequence: others.sequence}
+        chosen = {
+            n: replace(c, shape=tuple(sizes_of.get(size, size) for size in c.shape))
+            for n, c in self.chosen.items()
+        }
+        if not self.chosen or self._far(self.parameters, chosen)[0] != _DONE:
+            return None
+        return self._samples(self.parameters, chosen)
+
     def _far(
         self, parameters: list[inspect.Parameter], chosen: dict[str, _Candidate]
     ) -> tuple[int, TraceError | None]:
@@ -132,7 +142,7 @@ class _Search:
         return (0, TraceError("the forward computes nothing", "", None)) if nothing else (_DONE, None)
 
     def _samples(self, parameters: list[inspect.Parameter], chosen: dict[str, _Candidate]) -> Samples:
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(0)
         made = {n: self._tensor(c, generator) for n, c in chosen.items()}
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in made]
         # After an argument that is left out, the rest goes by name.

@@ -6,9 +6,14 @@
 | train | the same, with dropout | yes | yes |
 | run time | without padding mask and as it runs when nothing traces it | yes | no |
 | train, run time | the same, with dropout; with labels: train with labels, and with the loss | yes | yes |
-| eval, other rank | [batch, sequence, features] where [batch, features] was found | yes | no |
+| eval, other sizes | with the second pair of sizes, where run time cannot be traced | yes | no |
+| eval, inputs of 3 dims | [batch, sequence, features] where [batch, features] was found | yes | no |
 | decode | a forward that fills a cache, then one step of one token on it | no | no |
 | inference | the forward alone, for models without a cache | no | no |
+| inference, run time | as it runs when nothing traces it, without gradients | no | no |
+
+Two pairs of batch and sequence sizes: the modes that run as nothing traces them have the second one, so that
+every layer is proven with both. Sizes that are given have no pair.
 
 While a model is being exported, transformers builds every mask, and attention repeats its kv heads; at run
 time, without a mask, it asks the kernel to (`enable_gqa`). Both are proven.
@@ -32,6 +37,9 @@ from autotp.trace.layers import Layers
 from autotp.trace.recorder import Boundary, Guide, Step
 
 __all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
+
+
+SIZES = "eval, other sizes"
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,17 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
     """The modes in which `module` is to be traced, the plainest first."""
     args, kwargs = samples.args, dict(samples.kwargs)
     found = [Mode("eval", args, kwargs, True), Mode("train", args, kwargs, True, training=True)]
-    found += [_run_time(module, samples), _run_time(module, samples, training=True)]
+    # The second pair of sizes costs no trace of its own: what coincides in eval differs at run time.
+    pair = samples.pair or samples
+    found += [_run_time(module, pair), _run_time(module, pair, training=True)]
     found += [
-        Mode(f"eval, {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
+        Mode(f"eval, inputs of {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
         for other in samples.also
     ]
     inference = Mode("inference", args, kwargs, False)
     found.append(_decode(module, samples, inference) or inference)
+    # Last: it is what run time does, but where code asks whether there are gradients.
+    found.append(replace(_run_time(module, pair), name="inference, run time", grad=False, otherwise=None))
     return found
 
 
@@ -193,6 +205,8 @@ def _run_time(module: nn.Module, samples: Samples, *, training: bool = False) ->
     if labels:  # autotp's own: a model may want others
         whole = {**samples.kwargs, **labels}
         last = Mode(name, samples.args, whole, True, training=True, optional=True)
+    elif samples.origin != "given" and not training:  # so that the second pair of sizes is traced at all
+        last = Mode(SIZES, samples.args, samples.kwargs, True, optional=True)
     runs = Mode(
         name, samples.args, {**kwargs, **labels}, True,
         training=training, exporting=False, compiling=True, optional=True, otherwise=last,
