@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from autotp import cost
 from autotp.collectives import Collective
-from autotp.diagnostic import Diagnostic, errors
+from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.placement import Shard
 from autotp.rewrite.edits.edit import Edits
@@ -28,11 +28,19 @@ if TYPE_CHECKING:
     from autotp.propagate.reads import Read
     from autotp.propagate.regions import Region
 
-__all__ = ["LAYOUTS", "NAMES_AND_SHAPES", "Analysis", "Collective"]
+__all__ = ["LAYOUTS", "NAMES_AND_SHAPES", "Analysis", "Branch", "Collective"]
 
 # How much is certain: the layouts were proven on the traced graph, or only names and shapes fit.
 LAYOUTS = "layouts"
 NAMES_AND_SHAPES = "names and shapes"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch of the model's code that no traced mode took: the function, and the first line."""
+
+    function: str
+    span: Span
 
 
 @dataclass
@@ -53,6 +61,7 @@ class Analysis:
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof
     - `forward`      a hash of the traced forwards, in which ranks must agree
+    - `branches`     branches of functions that handle sharded values which no mode took: not proven
     - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
@@ -71,6 +80,7 @@ class Analysis:
     reads: tuple[Read, ...] = ()
     regions: tuple[Region, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()
+    branches: tuple[Branch, ...] = ()
     forward: str = ""
     edits: str = ""
     code: Edits = field(default_factory=Edits)

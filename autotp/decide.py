@@ -115,6 +115,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         reads=tuple(proof.reads.values()) if proven else (),
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),
+        branches=proof.branches if proven else (),
         forward=_digest(proof) if proven else "",
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from autotp.diagnostic import Diagnostic, errors
+from autotp.analysis import Branch
+from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, describe, is_whole
@@ -29,6 +30,7 @@ from autotp.propagate.regions import Region, guard_of
 from autotp.propagate.repeated import Unlike, marks, spread
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.edits.solve import solve
+from autotp.trace.branches import unreached
 from autotp.trace.graph import Trace, TraceError, tensors_in
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
@@ -50,7 +52,8 @@ class Proof:
     `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
     value, in groups; `random` the modules that draw random numbers on a shard. `propagations` are the layouts
     of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as another
-    one does. `random_in_eval` are those of `random` that draw in evaluation, too.
+    one does. `random_in_eval` are those of `random` that draw in evaluation, too. `branches` are those of the
+    code that handles sharded values which no mode took.
     `edits` are the edits of the model's code, found and proven.
     """
 
@@ -66,6 +69,7 @@ class Proof:
     propagations: dict[str, Propagation] = field(default_factory=dict)
     covered: Mapping[str, str] = field(default_factory=dict)
     random_in_eval: set[str] = field(default_factory=set)
+    branches: tuple[Branch, ...] = ()
     edits: Edits = field(default_factory=Edits)
 
 
@@ -147,6 +151,7 @@ class _Prover:
             traces = (trace for _, trace in found.traces)
             proof.regions[path] = replace(region, guard=guard_of(path, traces, sizes))
         proof.modes += found.covered
+        proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
         proof.shared = self._shared()
         if found.traces:
             proof.diagnostics += _unreached(self.matches, self.reached)
@@ -239,6 +244,19 @@ def _alike(whole: Propagation, local: Trace, rank: int) -> None:
     """Raise Unlike unless a rank runs its part, with the same layers left out: findings name every layer."""
     if not dual.same_repeats(whole.trace, local) or dual.compare(whole, local, rank) is not None:
         raise Unlike
+
+
+def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:
+    """The lines of the model that handle values which are not whole."""
+    for whole in wholes:
+        for node in whole.layouts:
+            span = node.meta.get("source")
+            if span is not None and any(_is_part(whole, n) for n in (node, *node.all_input_nodes)):
+                yield span
+
+
+def _is_part(whole: Propagation, node: fx.Node) -> bool:
+    return isinstance(whole.layouts.get(node, [INVARIANT])[0], (Shard, Partial))
 
 
 def _sizes(samples: Samples) -> set[int]:

@@ -66,7 +66,9 @@ def main(target: Path, chosen: list[str]) -> None:
     print(f"{counts['traced']} of {runs} that run are traced; {counts['not built']} cannot be built")
     for architecture, found in done.items():
         if found["is"] != "traced" or found["opaque"] or found["route"] != "recorder":
-            print(f"  {architecture}: {found.get('why') or found['route'] + ' ' + ', '.join(found['opaque'])}")
+            print(
+                f"  {architecture}: {found.get('why') or found['route'] + ' ' + ', '.join(found['opaque'])}"
+            )
 
 
 if __name__ == "__main__":

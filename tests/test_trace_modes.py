@@ -32,7 +32,7 @@ def grouped(trace):
 def test_a_plain_module():
     found = capture_modes(nn.Linear(4, 4), Samples.given(X))
     assert list(traces(found)) == ["eval"]
-    others = ("train", "train, run time", "run time", "inference", "inference, run time")
+    others = ("train", "train at run time", "run time", "inference", "inference at run time")
     assert found.covered == dict.fromkeys(others, "eval") and not found.failed
 
 
@@ -47,9 +47,9 @@ def test_both_ranks_of_found_inputs():
     assert [(m.name, t.ops()[0].meta["val"].shape) for m, t in found.traces] == [
         ("eval", (7, 33)),
         ("run time", (19, 33)),  # the second pair of sizes
-        ("eval, inputs of 3 dims", (7, 5, 33)),
+        ("eval on inputs of 3 dims", (7, 5, 33)),
     ]
-    assert found.covered["inference, run time"] == "run time"
+    assert found.covered["inference at run time"] == "run time"
 
 
 def test_two_pairs_of_sizes_are_traced():
@@ -62,7 +62,7 @@ def test_two_pairs_of_sizes_are_traced():
             return super().forward(x)
 
     found = capture_modes(Exported(), make(Exported()))
-    assert [m.name for m, _ in found.traces] == ["eval", "eval, other sizes", "eval, inputs of 3 dims"]
+    assert [m.name for m, _ in found.traces] == ["eval", "eval with other sizes", "eval on inputs of 3 dims"]
     model = architectures.build("llama", device="meta")
     shapes = {m.name: m.kwargs["input_ids"].shape for m in modes(model, make(model))}
     assert len(set(shapes["eval"]) | set(shapes["run time"])) == 4
@@ -71,7 +71,7 @@ def test_two_pairs_of_sizes_are_traced():
 def test_llama():
     found = captured("llama")
     assert list(traces(found)) == ["eval", "run time", "train with labels", "decode"]
-    assert found.covered == {"train": "eval", "inference, run time": "run time"} and not found.failed
+    assert found.covered == {"train": "eval", "inference at run time": "run time"} and not found.failed
     by_name = traces(found)
     assert not grouped(by_name["eval"]) and len(grouped(by_name["run time"])) == 2
     assert by_name["train with labels"].outputs[0].name == "loss"
@@ -93,12 +93,12 @@ def test_a_decode_step_reads_the_cache_of_the_first_forward():
     ("name", "expected"),
     [
         ("bert", {"eval", "train", "train with labels", "run time"}),
-        ("t5", {"eval", "train", "train with labels", "run time", "decode"}),
+        ("t5", {"eval", "train", "train with labels", "run time", "decode", "inference at run time"}),
         ("whisper", {"eval", "train", "train with labels", "run time", "decode"}),
         ("opt", {"eval", "train", "train with labels", "run time", "decode"}),
         ("mixtral", {"eval", "train with labels", "run time", "decode"}),
         ("mamba", {"eval", "train", "train with labels", "run time", "decode"}),
-        ("vit", {"eval", "train", "run time"}),
+        ("vit", {"eval", "train", "run time", "train at run time"}),
     ],
 )
 @pytest.mark.slow
@@ -212,5 +212,5 @@ def test_modes_take_the_way_of_an_earlier_trace():
 def test_the_list_of_modes():
     model = architectures.build("bert")
     assert [m.name for m in modes(model, make(model))] == [
-        "eval", "train", "run time", "train with labels", "inference", "inference, run time",
+        "eval", "train", "run time", "train with labels", "inference", "inference at run time",
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from autotp.analysis import Analysis
 from autotp.cost import collapsed
 from autotp.report.words import count, shard_words
 
-__all__ = ["added_lines"]
+__all__ = ["added_lines", "branch_lines"]
 
 
 def added_lines(analysis: Analysis) -> list[tuple[str, str]]:
@@ -29,3 +29,11 @@ def added_lines(analysis: Analysis) -> list[tuple[str, str]]:
         ]
         lines[collapsed(region.path), ", ".join(filter(None, parts))] = None
     return list(lines)
+
+
+def branch_lines(analysis: Analysis) -> list[tuple[str, str]]:
+    """Lines (function, its file and lines) of the branches that no mode took."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for branch in analysis.branches:
+        lines.setdefault((branch.function, branch.span.file), []).append(str(branch.span.line))
+    return [(function, f"{file}:{', '.join(places)}") for (function, file), places in lines.items()]

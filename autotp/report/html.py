@@ -7,7 +7,7 @@ from html import escape
 
 from autotp.analysis import Analysis
 from autotp.cost import left_whole
-from autotp.report.added import added_lines
+from autotp.report.added import added_lines, branch_lines
 from autotp.report.table import bytes_line, collective_lines, headline, rows, verdict
 from autotp.report.words import bytes_words
 
@@ -50,6 +50,9 @@ def render(analysis: Analysis) -> str:
         _table(("where", "forward", "backward"), collective_lines(analysis.collectives), numbers=()),
         f"<p>{escape(bytes_line(analysis))}</p>",
     ]
+    if analysis.branches:
+        body.append("<h2>Not proven: branches that no traced mode took</h2>")
+        body.append(_table(("function", "where"), branch_lines(analysis), numbers=()))
     if analysis.edits:
         body.append(f"<h2>Edits</h2>\n<pre>{escape(analysis.edits)}</pre>")
     body += [f'<pre class="{escape(d.severity)}">{escape(d.render())}</pre>' for d in analysis.diagnostics]

@@ -102,6 +102,10 @@ def document(analysis: Analysis) -> dict[str, object]:
             {"module": region.path, "copied": sorted(region.copied), "reduced": sorted(region.reduced)}
             for region in analysis.regions
         ],
+        "branches": [
+            {"function": branch.function, "file": branch.span.file, "line": branch.span.line}
+            for branch in analysis.branches
+        ],
         "collectives": [
             {
                 "module": one.module,

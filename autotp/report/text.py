@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.cost import left_whole
 from autotp.diagnostic import Diagnostic
-from autotp.report.added import added_lines
+from autotp.report.added import added_lines, branch_lines
 from autotp.report.table import Row, absent, bytes_line, collective_lines, headline, rows, verdict
 from autotp.report.words import bytes_words, count, shortened
 
@@ -33,6 +33,10 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
     lines += ["", *_collectives(analysis), "", bytes_line(analysis)]
     if analysis.edits:
         lines += ["", "edits of the model's own code:", analysis.edits.rstrip("\n")]
+    branches = branch_lines(analysis)
+    if branches:
+        lines += ["", "not proven: branches that no traced mode took"]
+        lines += [f"  {function}  {places}" for function, places in branches]
     shown = [finding for finding in analysis.diagnostics if finding.code != TOLD]
     for finding in sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)):
         lines += ["", one_finding(finding, colour=colour)]

@@ -5,12 +5,12 @@
 | eval | the forward, as it is exported | yes | no |
 | train | the same, with dropout | yes | yes |
 | run time | without padding mask and as it runs when nothing traces it | yes | no |
-| train, run time | the same, with dropout; with labels: train with labels, and with the loss | yes | yes |
-| eval, other sizes | with the second pair of sizes, where run time cannot be traced | yes | no |
-| eval, inputs of 3 dims | [batch, sequence, features] where [batch, features] was found | yes | no |
+| train at run time | the same, with dropout; with labels: train with labels, and with the loss | yes | yes |
+| eval with other sizes | with the second pair of sizes, where run time cannot be traced | yes | no |
+| eval on inputs of 3 dims | [batch, sequence, features] where [batch, features] was found | yes | no |
 | decode | a forward that fills a cache, then one step of one token on it | no | no |
 | inference | the forward alone, for models without a cache | no | no |
-| inference, run time | as it runs when nothing traces it, without gradients | no | no |
+| inference at run time | as it runs when nothing traces it, without gradients | no | no |
 
 Two pairs of batch and sequence sizes: the modes that run as nothing traces them have the second one, so that
 every layer is proven with both. Sizes that are given have no pair.
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autotp.trace.branches import Watched
 from autotp.trace.capture import capture
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
@@ -39,7 +40,7 @@ from autotp.trace.recorder import Boundary, Guide, Step
 __all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
 
 
-SIZES = "eval, other sizes"
+SIZES = "eval with other sizes"
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,14 @@ class Mode:
 @dataclass
 class Captured:
     """The traces of a model: those that differ, by mode; the modes that another one covers, with its name;
-    the modes that cannot be traced, and of those the guesses (`dropped`), which are no findings."""
+    the modes that cannot be traced, and of those the guesses (`dropped`), which are no findings; the lines
+    of the model's code that ran in any of them."""
 
     traces: list[tuple[Mode, Trace]] = field(default_factory=list)
     covered: dict[str, str] = field(default_factory=dict)
     failed: list[tuple[Mode, TraceError]] = field(default_factory=list)
     dropped: list[tuple[Mode, TraceError]] = field(default_factory=list)
+    watched: Watched = field(default_factory=Watched)
 
 
 def modes(module: nn.Module, samples: Samples) -> list[Mode]:
@@ -104,13 +107,13 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
     pair = samples.pair or samples
     found += [_run_time(module, pair), _run_time(module, pair, training=True)]
     found += [
-        Mode(f"eval, inputs of {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
+        Mode(f"eval on inputs of {_rank(other)} dims", other.args, other.kwargs, True, optional=True)
         for other in samples.also
     ]
     inference = Mode("inference", args, kwargs, False)
     found.append(_decode(module, samples, inference) or inference)
     # Last: it is what run time does, but where code asks whether there are gradients.
-    found.append(replace(_run_time(module, pair), name="inference, run time", grad=False, otherwise=None))
+    found.append(replace(_run_time(module, pair), name="inference at run time", grad=False, otherwise=None))
     return found
 
 
@@ -124,7 +127,8 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
         mode: Mode | None = listed
         while mode is not None:
             try:
-                trace = mode.capture(module, layers=layers)
+                with result.watched:
+                    trace = mode.capture(module, layers=layers)
             except TraceError as error:
                 (result.dropped if mode.optional else result.failed).append((mode, error))
                 mode = mode.otherwise
@@ -199,7 +203,7 @@ def _run_time(module: nn.Module, samples: Samples, *, training: bool = False) ->
     kwargs = {k: v for k, v in samples.kwargs.items() if k != "attention_mask"}
     if _caches(module) is not None and "use_cache" in inspect.signature(module.forward).parameters:
         kwargs["use_cache"] = True
-    name = ("train with labels" if samples.labels else "train, run time") if training else "run time"
+    name = ("train with labels" if samples.labels else "train at run time") if training else "run time"
     labels = samples.labels if training else {}
     last = None
     if labels:  # autotp's own: a model may want others

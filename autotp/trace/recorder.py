@@ -28,6 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autotp.trace.branches import unwatched
 from autotp.trace.graph import (
     OPAQUE,
     REPEATED,
@@ -457,7 +458,10 @@ if MISSING is None:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            kwargs = kwargs or {}
+            with unwatched():
+                return self._op(func, args, kwargs or {})
+
+        def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.recording:
                 return func(*args, **kwargs)
             if self._guide is not None:

@@ -30,6 +30,7 @@ import torch.overrides
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from autotp.trace.branches import unwatched
 from autotp.trace.graph import Repeat, tensors_in
 from autotp.trace.layers import Layers
 
@@ -126,6 +127,7 @@ class _Kind:
     made: dict[int, Callable[[], torch.Tensor]] = field(default_factory=dict)
     nodes: dict[int, fx.Node] = field(default_factory=dict)
     sound: bool = True
+    followed: bool = False
 
 
 class _Run:
@@ -196,7 +198,13 @@ class Repeats:
         self.following, self._position, self._given = _Run(kind, path), 0, {}
         self._outside = tuple(self.recorder.stack[:-1])
         try:
-            with _Functions(self), _plain_tensors():
+            # Which lines run is noted of two layers, the one that is noted and one that follows it.
+            with (
+                unwatched() if kind.followed else contextlib.nullcontext(),
+                _Functions(self),
+                _plain_tensors(),
+            ):
+                kind.followed = True
                 out = run(*args, **kwargs)
             if self._position != len(kind.lines):
                 raise Different(path)
@@ -451,7 +459,8 @@ class _Functions(TorchFunctionMode):
         self.repeats = repeats
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.repeats.call(func, args, kwargs or {})
+        with unwatched():
+            return self.repeats.call(func, args, kwargs or {})
 
 
 def _state() -> tuple[Any, ...]:

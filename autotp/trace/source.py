@@ -13,7 +13,7 @@ import torch
 
 from autotp.diagnostic import Span
 
-__all__ = ["caller_span", "error_span", "is_library", "line_span"]
+__all__ = ["caller_span", "error_span", "is_library", "line_span", "shown"]
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
