@@ -257,8 +257,8 @@ def test_colour_only_when_asked(mlp):
 KEYS = {
     "report": int, "target": str, "plan_name": str, "plan": dict, "tp": int, "ok": bool, "certainty": str,
     "modes": list, "random": list, "matched": dict, "unmatched": list, "tensors": dict, "whole": list,
-    "reads": list, "regions": list, "branches": list, "collectives": list, "bytes": dict, "sharded_fraction": float,
-    "edits": str, "diagnostics": list,
+    "reads": list, "regions": list, "branches": list, "collectives": list, "bytes": dict,
+    "sharded_fraction": float, "edits": str, "diagnostics": list,
 }  # fmt: skip
 
 
