@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,3 +108,39 @@ def test_no_gradients_and_wrong_norms() -> None:
         return clip_grad_norm_(layer, 1.0).item()
 
     assert simulate(2, one_rank_has_none) == pytest.approx([8**0.5] * 2)
+
+
+def test_torchs_own_clipping_is_refused_for_parts() -> None:
+    def refused(model: nn.Module) -> None:
+        with pytest.raises(UsageError) as caught:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert str(caught.value) == (
+            "torch's clip_grad_norm_ is given 4 parameters, 3 of which are this rank's parts: each rank "
+            "would take another norm, and scale its gradients differently\n"
+            "  = help: autotp.clip_grad_norm_(model, max_norm) takes the norm of the whole model"
+        )
+
+    def rank(group: Group) -> None:
+        model, whole = MLP(), MLP()
+        autotp.shard(model, {"fc1": "column", "fc2": "row"}, group)
+        refused(model)
+        refused(copy.deepcopy(model))
+        f64 = {"dtype": torch.float64, "group": group}
+        refused(
+            nn.Sequential(
+                ColumnParallelLinear(6, 9, gather_output=False, **f64),
+                RowParallelLinear(9, 6, input_is_parallel=True, **f64),
+            )
+        )
+        with pytest.raises(UsageError, match="1 of which"):
+            nn.utils.clip_grad_norm_(model.fc1.weight, 1.0)
+        for parameter in (model.fc2.bias, *whole.parameters()):  # what is whole is torch's business
+            parameter.grad = torch.ones_like(parameter)
+        assert nn.utils.clip_grad_norm_([model.fc2.bias], 1.0).item() == pytest.approx(3**0.5)
+        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        autotp.unshard(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    simulate(2, rank)
+    model = autotp.shard(MLP(), {"fc1": "column", "fc2": "row"})
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)

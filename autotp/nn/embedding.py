@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autotp import mappings
+from autotp.clip_guard import watch
 from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
@@ -70,6 +71,11 @@ class _CutEmbedding(nn.Embedding):
         shape = shard.local_shape(sizes, group.rank)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
+        watch(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch(self)  # a copy, too
 
     def _place(self, shard: Shard, group: Group) -> None:
         self.group, self.shard, self.layouts = group, shard, {"weight": shard}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autotp import mappings
+from autotp.clip_guard import watch
 from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
@@ -68,6 +69,11 @@ class _ParallelLinear(nn.Linear):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        watch(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch(self)  # a copy, too
 
     def reset_parameters(self) -> None:
         """Fill the full master weight by `init_method`, alike on all ranks, and keep this rank's part."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autotp.analysis import LAYOUTS, Analysis
+from autotp.clip_guard import watch
 from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.match import Placed
@@ -60,6 +61,8 @@ def sharded(model: nn.Module) -> Sharded | None:
 def remember(model: nn.Module, memory: Sharded) -> None:
     """Keep on a model how it is sharded."""
     model.__dict__[_KEY] = memory
+    if memory.layouts and memory.group.size > 1:
+        watch(model)
 
 
 def refuse_sharded(model: nn.Module) -> None:
