@@ -154,7 +154,7 @@ class _Prover:
         proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
         proof.shared = self._shared()
         if found.traces:
-            proof.diagnostics += _unreached(self.matches, self.reached)
+            proof.diagnostics += _unreached(self.matches, self.reached, self.first)
         proof.diagnostics += _not_run(found)
 
     def _shared(self) -> tuple[tuple[str, ...], ...]:
@@ -318,9 +318,13 @@ def _notes(whole: Propagation) -> Iterator[Diagnostic]:
         )
 
 
-def _unreached(matches: Matches, reached: set[str]) -> Iterator[Diagnostic]:
-    for placed in matches.placed.values():
-        if placed.target == "module" and placed.layouts and placed.path not in reached:
+def _unreached(matches: Matches, reached: set[str], first: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Layers that no trace ran, but those that only name tensors of layers that ran."""
+    modules = [placed for placed in matches.placed.values() if placed.target == "module"]
+    ran = {first.get(n, n) for placed in modules if placed.path in reached for n in placed.layouts}
+    for placed in modules:
+        alone = any(first.get(n, n) not in ran for n in placed.layouts)
+        if alone and placed.path not in reached:
             yield Diagnostic(
                 "AT322",
                 "no traced forward runs this layer, so nothing is proven about it",

@@ -177,3 +177,21 @@ def test_a_rule_for_one_layer_of_many(rule):
     analysis = autotp.analyze(Layered(), plan, tp=2)
     assert analysis.ok and ("layers.3.fc1.weight" in analysis.layouts) == (rule != "replicate")
     assert analysis.layouts["layers.4.fc2.weight"].dim == 1
+
+
+class Shared(nn.Module):
+    """An embedding that only names the table of another one, as encoder-decoders have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.encoder, self.mlp = nn.Embedding(11, 16), nn.Embedding(11, 16), models.MLP()
+        self.encoder.weight = self.shared.weight
+
+    def forward(self, ids):
+        return self.mlp(self.encoder(ids))
+
+
+def test_a_layer_that_only_names_a_proven_table_need_not_run():
+    plan = {"shared": "vocab", "encoder": "vocab", "fc1": "column", "fc2": "row"}
+    result = autotp.verify(Shared(), plan, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long))
+    assert result.ok
