@@ -116,6 +116,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),
         branches=proof.branches if proven else (),
+        uncopied=tuple(sorted(proof.uncopied)) if proven else (),
         forward=_digest(proof) if proven else "",
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,

@@ -50,11 +50,11 @@ class Proof:
     `cuts` is how each tensor is cut, by its first name; `reads` the whole tensors that are transformed where
     they are read; `regions` the modules with mappings at their border; `calls` how often each module runs;
     `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
-    value, in groups; `random` the modules that draw random numbers on a shard. `propagations` are the layouts
-    of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as another
-    one does. `random_in_eval` are those of `random` that draw in evaluation, too. `branches` are those of the
-    code that handles sharded values which no mode took.
-    `edits` are the edits of the model's code, found and proven.
+    value, in groups, `uncopied` those whose input comes as a copy; `random` the modules that draw random
+    numbers on a shard, `random_in_eval` those of them that draw in evaluation, too. `propagations` are the
+    layouts of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as
+    another one does, `edits` the edits of the model's code, found and proven, `branches` those of the code
+    that handles sharded values which no mode took.
     """
 
     cuts: dict[str, Shard]
@@ -65,6 +65,7 @@ class Proof:
     calls: dict[str, int] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
     shared: tuple[tuple[str, ...], ...] = ()
+    uncopied: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
     propagations: dict[str, Propagation] = field(default_factory=dict)
     covered: Mapping[str, str] = field(default_factory=dict)
@@ -146,16 +147,24 @@ class _Prover:
                 proof.diagnostics += diagnose(whole)
                 return
             self._keep(mode.name, whole, training=mode.training)
-        sizes = _sizes(self.samples)
-        for path, region in proof.regions.items():
-            traces = (trace for _, trace in found.traces)
-            proof.regions[path] = replace(region, guard=guard_of(path, traces, sizes))
+        self._guard([trace for _, trace in found.traces])
+        if both := sorted(proof.copied & proof.uncopied):
+            proof.diagnostics.append(_copied_at_times(both[0]))
         proof.modes += found.covered
         proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
         proof.shared = self._shared()
         if found.traces:
             proof.diagnostics += _unreached(self.matches, self.reached, self.first)
         proof.diagnostics += _not_run(found)
+
+    def _guard(self, traces: list[Trace]) -> None:
+        """A region of raw tensors may be called as in the traces: another flag may choose another kernel."""
+        layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
+        raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}
+        for path, region in self.proof.regions.items():
+            if any(name.startswith(f"{path}." if path else "") for name in raw):
+                guard = guard_of(path, traces, _sizes(self.samples))
+                self.proof.regions[path] = replace(region, guard=guard)
 
     def _shared(self) -> tuple[tuple[str, ...], ...]:
         """The column layers that read the same values in every mode, where there is more than one."""
@@ -206,6 +215,7 @@ class _Prover:
         calls = whole.trace.calls
         proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
         proof.copied |= whole.copied.keys() | whole.repeated.keys()
+        proof.uncopied |= whole.uncopied
         read = {path: tuple(node.name for node in inputs) for path, inputs in whole.copied.items()}
         for path, names in (read | whole.repeated).items():
             self.inputs.setdefault(path, {})[mode] = names
@@ -238,6 +248,15 @@ class _Prover:
         self.proof.edits, failed, finding = solve(self.module, modes, ranks, run)
         if finding is not None:
             next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
+
+
+def _copied_at_times(path: str) -> Diagnostic:
+    return Diagnostic(
+        "AT305",
+        "in one mode its input has a part of its gradient on each rank, and in another the whole",
+        module=path,
+        help=("leave it whole",),
+    )
 
 
 def _alike(whole: Propagation, local: Trace, rank: int) -> None:

@@ -17,6 +17,11 @@ _SIZES: dict[str, Any] = {
 _WIDE: dict[str, Any] = {**_SIZES, "intermediate_size": 40}
 _GROUPED: dict[str, Any] = {**_WIDE, "num_key_value_heads": 3}
 _EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts_per_tok": 2}
+_LATENT: dict[str, Any] = {
+    **_WIDE, "num_key_value_heads": 6, "num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
 _PAIR: dict[str, Any] = {
     "vocab_size": 97, "d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 3,
     "decoder_attention_heads": 3, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
@@ -40,6 +45,8 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
     ),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, "n_group": 2, "topk_group": 1}),
     "bert": ("BertConfig", "BertForMaskedLM", _WIDE),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", _WIDE),
     "distilbert": (

@@ -214,15 +214,16 @@ def test_another_call_than_the_proven_one_raises():
     def rank(group):
         model = autotp.shard(Net(), PLAN, group)
         x = torch.randn(3, 16)
+        assert model.raw.forward(x, torch.ones(3, 1)).shape == (3, 16)  # by position instead of by name
         with pytest.raises(autotp.UnprovenPath) as caught:
-            model.raw.forward(x, torch.ones(3, 1))  # past any hook
+            model.raw.forward(x, 0.5)  # past any hook
         return str(caught.value), copy.deepcopy(model)(x).shape
 
     for message, shape in simulate(2, rank):
         assert shape == (3, 16)
         assert message == (
-            "raw is called with other tensors than when its plan was proven: there is none at [1].scale, "
-            "but at [0][0], [0][1]; shard the model with inputs= that call it this way"
+            "raw is called with other tensors than when its plan was proven: there is none at scale, "
+            "but at x; shard the model with inputs= that call it this way"
         )
 
 

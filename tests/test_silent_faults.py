@@ -151,10 +151,15 @@ class PastTheTable(Scaled):
 
 @pytest.mark.parametrize(
     ("model", "code"),
-    [(Returned, "AT305"), (IntoColumn, "AT305"), (PastTheModule, "AT312"), (PastTheTable, "AT312")],
+    [(Returned, "AT305"), (PastTheModule, "AT312"), (PastTheTable, "AT312")],
 )
 def test_a_copied_parameter_is_used_as_a_copy_alone(model, code):
     assert codes(model()) == {code}
+
+
+def test_a_copied_parameter_into_a_column_layer_is_copied_once():
+    result = autotp.verify(IntoColumn(), PLAN, tp=2, inputs=X)
+    assert result.ok and result.max_grad_diff < 1e-12
 
 
 class Listed(MLP):
@@ -501,10 +506,9 @@ class Switched(MLP):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((True, 3, None), "[0][1]=True"),
-        ((False, 4, None), "[0][2]=4"),
-        ((False, 3, X), "[0][3]=a tensor"),
-        ((False,), "nothing at [0][2], [0][3]"),
+        ((True, 3, None), "normed=True"),
+        ((False, 4, None), "times=4"),
+        ((False, 3, X), "mask=a tensor"),
     ],
 )
 def test_a_border_is_called_as_it_was_traced(flags, said):
@@ -512,7 +516,7 @@ def test_a_border_is_called_as_it_was_traced(flags, said):
 
     def rank(group):
         model = autotp.shard(Switched(), plan, group, inputs=(X, False, 3, None))
-        assert model(X[:2], False, 3, None).shape == (2, 16)
+        assert model(X[:2], False).shape == model.switch(x=X[:2]).shape == (2, 16)  # the defaults
         with pytest.raises(autotp.UnprovenPath) as caught:
             model(X, *flags)
         return str(caught.value)

@@ -29,7 +29,18 @@ _VIEWS = frozenset(
 
 def borders(whole: Propagation) -> list[Finding]:
     """The places where what was added would be wrong."""
-    return [*_regions(whole), *_written(whole), *_left(whole)]
+    return [*_regions(whole), *_written(whole), *_left(whole), *_columns(whole)]
+
+
+def _columns(whole: Propagation) -> Iterator[Finding]:
+    """A column layer copies its input in every call, or in none."""
+    for path in sorted(whole.copied.keys() & whole.uncopied):
+        conflict = Conflict(
+            "AT305",
+            "in one call its input has a part of its gradient on each rank, and in another the whole",
+            help=("call it on one kind of value", "or leave it whole"),
+        )
+        yield Finding(next(n for n in whole.trace.ops() if n.meta["module"] == path), conflict, (path,))
 
 
 def _regions(whole: Propagation) -> Iterator[Finding]:
@@ -49,7 +60,7 @@ def _regions(whole: Propagation) -> Iterator[Finding]:
                     yield _at(
                         whole, node, path, f"{place} is copied at the border and comes out as it went in"
                     )
-            missing = (region.copied - {p for p, _ in entered}) | (region.reduced - {p for p, _ in gone})
+            missing = region.reduced - {p for p, _ in gone}
             if missing:
                 yield _at(whole, None, path, f"one call has no tensor at {', '.join(sorted(missing))}")
             for place, node in gone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, Shard, describe, is_whole
+from autotp.trace.graph import REPEATED
 
 __all__ = [
     "Call",
@@ -19,6 +21,7 @@ __all__ = [
     "normal_dim",
     "not_partial",
     "over",
+    "with_gradient",
 ]
 
 
@@ -117,6 +120,13 @@ class Call:
             if value.grad and value.layout == INVARIANT:
                 raise needs_copy(self, value, partial_gradients[0])
         return REPLICATE
+
+
+def with_gradient(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an op call that its gradient flows on to."""
+    if node.target in (operator.getitem, REPEATED):
+        return list(node.all_input_nodes)
+    return [n for n in node.all_input_nodes if n in node.meta["grads"]]
 
 
 def counted_once(call: Call, value: Value) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -249,12 +249,12 @@ class _Comparison:
         i = j = 0
         while i < len(wanted) and j < len(got):
             if op_name(wanted[i]) != op_name(got[j]):
-                if silent(wanted[i]):
-                    self.ids[wanted[i]] = self.ids[wanted[i].all_input_nodes[0]]
+                if self._silent(wanted[i]):
+                    self.ids[wanted[i]] = self._id(wanted[i].all_input_nodes[0])
                     i += 1
                     continue
-                if silent(got[j]):
-                    self.ids[got[j]] = self.ids[got[j].all_input_nodes[0]]
+                if _left_out(got[j], *_around(got[j])):
+                    self.ids[got[j]] = self._id(got[j].all_input_nodes[0])
                     j += 1
                     continue
                 return self._other_op(wanted[i], got[j])
@@ -275,6 +275,14 @@ class _Comparison:
                 source=node,
             )
         return self._numbers(local)
+
+    def _silent(self, wanted: fx.Node) -> bool:
+        """Whether the rank may leave out an op of the whole run."""
+        source = wanted.all_input_nodes[0] if wanted.all_input_nodes else None
+        if silent(wanted) or source is None or source not in self.whole.computed:
+            return silent(wanted)
+        (before, *_), (after, *_) = (_results(self.whole, n, self.rank) for n in (source, wanted))
+        return _left_out(wanted, before, after)
 
     def _numbers(self, local: Trace) -> Finding | None:
         """What a forward gives back besides tensors, and leaves on the model, must be the same on a rank."""
@@ -477,6 +485,25 @@ def _plain(value: Any) -> Any:
 
 def _has_node(value: Any) -> bool:
     return isinstance(value, fx.Node) or (isinstance(value, list) and any(_has_node(v) for v in value))
+
+
+def _around(node: fx.Node) -> tuple[Sequence[int], ...]:
+    """The shapes of an op's first input and of its first result."""
+    found = [v for n in (*node.all_input_nodes[:1], node) for v in _vals(n)[:1]]
+    return tuple(v.shape for v in found if v is not None) if len(found) == 2 else ()
+
+
+def _left_out(node: fx.Node, before: Sequence[int] = (), after: Sequence[int] = (-1,)) -> bool:
+    """Whether an op may or may not be there: by the strides, or, where `x[...] = y` assigns, by whether y has
+    the very shape of what it is written into. `before` and `after` are the shapes around the op."""
+    if op_name(node) in _SILENT:
+        return True
+    if op_name(node) not in ("view", "expand") or any(
+        op_name(u) not in ("copy", "expand") for u in node.users
+    ):
+        return False
+    more = len(before) - len(after)
+    return more >= 0 and tuple(before[more:]) == tuple(after) and set(before[:more]) <= {1}
 
 
 def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:

@@ -31,7 +31,7 @@ from autotp.propagate.operands import Part, parts_for
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.reads import Read, solve
 from autotp.propagate.reductions import REDUCTIONS
-from autotp.propagate.regions import Region, border, regions_for
+from autotp.propagate.regions import Region, border, regions_around, regions_for
 from autotp.propagate.shapes import SHAPES, VIEWS
 from autotp.propagate.splitting import SPLITTING
 from autotp.trace.graph import REPEATED, Trace, Val
@@ -301,12 +301,22 @@ class Engine:
             found += self._solved(node, sums=False)
         if not found and code == "AT306":
             found += self._regions(node, leaving=False)
+        if not found and code == "AT305" and node.op != "output":
+            found += regions_around(
+                node,
+                self.result.trace,
+                self.result.layouts,
+                known=self.result.regions,
+                layers=self.placed,
+                meets_part=node in self.result.grants
+                or not all(is_whole(self._seen(n, node)) for n in node.all_input_nodes),
+            )
         if not found and code == "AT306" and node.op != "output":
             found += parts_for(node, self.result.layouts, self._attempt, draws)
         return found
 
     def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:
-        found = solve(node, self.result.layouts, self._attempt, self._bind, self.kinds, sums=sums)
+        found = solve(node, self.result.layouts, self._attempt, self._bind, self._seen, self.kinds, sums=sums)
         # What is cut is no whole tensor that could be read in another form.
         cut = any(isinstance(one, Read) and one.name in self.result.cuts for one in found)
         return [] if cut else found
@@ -594,8 +604,8 @@ class Engine:
                 blame=(value,),
                 notes=(f"{value}",),
             )
-        if value.grad and value.layout == REPLICATE:
-            raise needs_copy(call, value, value)
+        if value.grad and value.layout == REPLICATE:  # its gradient is summed where it was copied
+            self.result.uncopied.add(placed.path)
         conv1d = call.name == "addmm"
         if value.grad and value.layout == INVARIANT:
             entered = value.node.all_input_nodes[0] if conv1d else value.node

@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from autotp.match import Matches
-from autotp.placement import PARTIAL, REPLICATE, Layout, Shard, is_whole
-from autotp.propagate.call import Call, Conflict
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_whole
+from autotp.propagate.call import Call, Conflict, with_gradient
 from autotp.propagate.flexible import Grant, grantable
 
 __all__ = ["Read", "held_reads", "solve"]
 
 Attempt = Callable[[fx.Node, Mapping[fx.Node, Layout]], list[Layout]]
 Bind = Callable[[fx.Node], Call]
+Seen = Callable[[fx.Node, fx.Node], Layout]
 Overrides = dict[fx.Node, Layout]
 _LAYERS = ("linear", "conv1d")  # whose weights take part by a rule of the plan, or not at all
 _DEEPEST = 64
@@ -64,9 +65,11 @@ class _Solver:
         layouts: Mapping[fx.Node, list[Layout]],
         attempt: Attempt,
         bind: Bind,
+        seen: Seen,
         kinds: Mapping[str, str],
     ) -> None:
         self.layouts = layouts
+        self.seen = seen
         self.attempt = attempt
         self.bind = bind
         self.kinds = kinds  # tensor name -> the kind of the module that owns it
@@ -146,8 +149,7 @@ class _Solver:
         gradient is a part already, such as a kv head that every rank has, needs no copy."""
         found: dict[fx.Node, list[Read]] = {}
         for value in values:
-            parted = REPLICATE in self.layouts.get(value, ())
-            if value in node.meta["grads"] and self._whole(value) and not parted:
+            if value in node.meta["grads"] and self.seen(value, node) == INVARIANT:
                 sources = self._parameters(value)
                 if sources:
                     found[value] = [Read(name, copied=True) for name in sources]
@@ -166,10 +168,10 @@ class _Solver:
                 if not self._readable(node, "parameter"):
                     return []
                 names[node.meta["name"]] = None
-            elif node.op != "call_function" or not node.all_input_nodes:
+            elif node.op != "call_function" or not node.all_input_nodes or _of_a_layer(node):
                 return []
             else:
-                frontier += [n for n in node.all_input_nodes if n in node.meta["grads"]]
+                frontier += with_gradient(node)
         return list(names)
 
     def _readable(self, node: fx.Node, *origins: str) -> bool:
@@ -237,15 +239,20 @@ class _Solver:
                 yield dict.fromkeys(sources, layout)
 
 
+def _of_a_layer(node: fx.Node) -> bool:
+    return getattr(getattr(node.target, "_schema", None), "name", "") in ("aten::linear", "aten::addmm")
+
+
 def solve(
     node: fx.Node,
     layouts: Mapping[fx.Node, list[Layout]],
     attempt: Attempt,
     bind: Bind,
+    seen: Seen,
     kinds: Mapping[str, str],
     *,
     sums: bool,
 ) -> list[Read | Grant]:
     """What resolves the conflict of the op at `node`, with `sums` by parts of sums, too; an empty list when
     nothing does."""
-    return _Solver(layouts, attempt, bind, kinds).solve(node, sums=sums)
+    return _Solver(layouts, attempt, bind, seen, kinds).solve(node, sums=sums)

@@ -12,44 +12,37 @@ owns every cut tensor the shard comes from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.propagate.call import with_gradient
 from autotp.trace.graph import Trace
 
-__all__ = ["Guard", "Region", "border", "guard_of", "left", "regions_for"]
+__all__ = ["Guard", "Region", "border", "guard_of", "left", "regions_around", "regions_for"]
 
 Call = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Guard:
-    """How a region was called in the traces: `ways` are the sets of (place, flag) of one call, where tensors
-    are flags, too; `numbers` the numbers that were seen at a place, sizes left out."""
+    """What the calls of a region were given in the traces: argument -> the flags, numbers and None that were
+    seen there, or "a tensor". Any number may stand at the `free` ones: there are sizes of the inputs."""
 
-    ways: frozenset[frozenset[tuple[str, Any]]]
-    numbers: Mapping[str, frozenset[float]]
+    seen: Mapping[str, frozenset[str]]
+    free: frozenset[str] = frozenset()
 
     def unseen(self, given: Mapping[str, Any]) -> str:
-        """What of a call no trace has shown; "" for a call like a traced one."""
-        way = _way(given)
-        if way not in self.ways:
-            near = min(self.ways, key=lambda known: (len(known ^ way), sorted(map(repr, known))))
-            return ", ".join(f"{place}={_flag(value)}" for place, value in sorted(way - near, key=repr)) or (
-                f"nothing at {', '.join(sorted(place for place, _ in near - way))}"
-            )
-        for place, value in given.items():
-            if place in self.numbers and value not in self.numbers[place]:
-                return f"{place}={value!r}"
-        return ""
-
-
-def _way(given: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
-    return frozenset((place, None if _is_number(value) else value) for place, value in given.items())
+        """What of a call no trace has shown; "" for a call like the traced ones."""
+        new = [
+            f"{place}={_flag(value)}"
+            for place, value in given.items()
+            if _flag(value) not in self.seen.get(place, ()) and not (_is_number(value) and place in self.free)
+        ]
+        return ", ".join(new)
 
 
 def _is_number(value: Any) -> bool:
@@ -63,18 +56,15 @@ def _flag(value: Any) -> str:
 def guard_of(path: str, traces: Iterable[Trace], sizes: Iterable[int]) -> Guard:
     """The guard of a region from all traced calls. Whole numbers that are multiples of a size of the inputs
     change with the inputs, and are no flags."""
-    calls = [given for trace in traces for given in trace.given.get(path, [])]
     sizes = [size for size in sizes if size > 1]
-    numbers: dict[str, set[Any]] = {}
+    seen: dict[str, set[str]] = {}
     free: set[str] = set()
-    for given in calls:
+    for given in (given for trace in traces for given in trace.given.get(path, [])):
         for place, value in given.items():
-            if _is_number(value):
-                numbers.setdefault(place, set()).add(value)
-                if isinstance(value, int) and any(value % size == 0 for size in sizes):
-                    free.add(place)
-    kept = {place: frozenset(seen) for place, seen in numbers.items() if place not in free}
-    return Guard(frozenset(map(_way, calls)), kept)
+            seen.setdefault(place, set()).add(_flag(value))
+            if isinstance(value, int) and _is_number(value) and any(value % size == 0 for size in sizes):
+                free.add(place)
+    return Guard({place: frozenset(flags) for place, flags in seen.items()}, frozenset(free))
 
 
 @dataclass(frozen=True)
@@ -151,6 +141,33 @@ def regions_for(
     return _Finder(node, trace, layouts, origins, frozenset(tensors), known, leaving).find()
 
 
+def regions_around(
+    node: fx.Node,
+    trace: Trace,
+    layouts: Mapping[fx.Node, list[Layout]],
+    *,
+    known: Mapping[str, Region],
+    layers: Container[str],
+    meets_part: bool,
+) -> list[Region]:
+    """Any module around an op whose whole inputs meet parts (`meets_part`), or a copy, where they can be
+    copied at its border: all that the module computes of them has a part of its gradient, too, and its
+    parameters are copied where they are read. `layers` are the layers of the plan."""
+    finder = _Finder(node, trace, layouts, {}, frozenset(), known, False)
+    values = [
+        v for v in dict.fromkeys(node.all_input_nodes)
+        if finder.seen(v) == INVARIANT and v in node.meta.get("grads", ()) and v.op != "get_attr"
+    ]  # fmt: skip
+    for owner in reversed(node.meta.get("stack", ())):
+        if owner[0] in layers or (not meets_part and owner[0] not in known):
+            continue
+        found = [finder.around(owner, value) for value in values]
+        whole = [region for region in found if region is not None]
+        if whole and len(whole) == len(values):
+            return whole
+    return []
+
+
 class _Finder:
     def __init__(
         self,
@@ -174,7 +191,7 @@ class _Finder:
     def find(self) -> list[Region]:
         found: dict[str, Region] = {}
         for value in self.node.all_input_nodes:
-            layout = self._seen(value)
+            layout = self.seen(value)
             if isinstance(layout, Partial) and self.leaving:
                 region = self._leaving(value)
             elif layout == INVARIANT and not self.leaving and value in self.node.meta.get("grads", ()):
@@ -185,7 +202,7 @@ class _Finder:
                 found[region.path] = found[region.path] | region if region.path in found else region
         return list(found.values())
 
-    def _seen(self, value: fx.Node) -> Layout:
+    def seen(self, value: fx.Node) -> Layout:
         """How the op sees a value, past the borders that are known."""
         return border(self.trace, self.known, value, self.layouts.get(value, [INVARIANT])[0], self.node)
 
@@ -199,11 +216,15 @@ class _Finder:
         return None
 
     def _entering(self, value: fx.Node) -> Region | None:
-        cut = [n for n in self.node.all_input_nodes if isinstance(self._seen(n), (Shard, Partial))]
+        cut = [n for n in self.node.all_input_nodes if isinstance(self.seen(n), (Shard, Partial))]
         origins = frozenset().union(*(self.origins.get(n, frozenset()) for n in cut))
         owner = self._owner(self.node, origins)
         if owner is None:
             return None
+        return self.around(owner, value)
+
+    def around(self, owner: Call, value: fx.Node) -> Region | None:
+        """The border of `owner` through which came all that `value` has its gradient from."""
         path, call = owner
         places: set[str] = set()
         frontier, seen = [value], set()
@@ -212,6 +233,8 @@ class _Finder:
             if current in seen:
                 continue
             seen.add(current)
+            if self.layouts.get(current, [INVARIANT])[0] == REPLICATE:
+                continue
             entered = _places(self.trace.entered, path, call, current)
             if entered and owner not in current.meta.get("stack", ()):
                 places |= entered
@@ -220,7 +243,10 @@ class _Finder:
             elif current.op != "call_function" or owner not in current.meta.get("stack", ()):
                 return None  # it comes from outside, past the border
             else:
-                frontier += [n for n in current.all_input_nodes if n in current.meta["grads"]]
+                before = with_gradient(current)
+                if any(isinstance(self.layouts.get(n, [INVARIANT])[0], (Shard, Partial)) for n in before):
+                    return None  # summed over the ranks inside
+                frontier += before
         return Region(path, copied=frozenset(places)) if places else None
 
     def _leaving(self, value: fx.Node) -> Region | None:

@@ -99,7 +99,7 @@ def apply(model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = Tru
         copies |= {path: copies[paths[0]] for paths in analysis.shared for path in paths[1:]}
         for placed in analysis.matches.placed.values():
             if placed.target == "module" and placed.layouts:
-                copied = copies.get(placed.path, True)
+                copied = copies.get(placed.path, placed.path not in analysis.uncopied)
                 _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group, copied)
         if cut:
             _cut(model, analysis.layouts, group.rank)

@@ -24,7 +24,7 @@ from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.edits.bind import methods
 from autotp.rewrite.edits.edit import Edits
-from autotp.trace.graph import given_in, tensors_in
+from autotp.trace.graph import called, given_in, named_place, parameters_of, tensors_in
 
 __all__ = ["specialise"]
 
@@ -33,11 +33,14 @@ _KEY = "_autotp_own"
 
 @dataclass
 class _Own:
-    """What an instance does by itself: how it reads its tensors, by local name, its border, its edits."""
+    """What an instance does by itself: how it reads its tensors, by local name, its border (with the names of
+    its forward's parameters, and which of them are copied), its edits."""
 
     group: Group
     reads: dict[str, Read] = field(default_factory=dict)
     region: Region | None = None
+    parameters: tuple[tuple[str, Any], ...] = ()
+    copied: frozenset[str] = frozenset()
     edits: Edits = field(default_factory=Edits)
 
 
@@ -55,7 +58,11 @@ def specialise(
     Raises NoSource when a text that is to be edited is no longer what it was.
     """
     wanted = {read.name: read for read in reads}
-    found = {region.path: _Own(group, region=region) for region in regions}
+    found: dict[str, _Own] = {}
+    for region in regions:
+        parameters = parameters_of(model.get_submodule(region.path).forward)
+        copied = frozenset(named_place(parameters, place) for place in region.copied)
+        found[region.path] = _Own(group, region=region, parameters=parameters, copied=copied)
     for path, module in model.named_modules():
         for key in (*module._parameters, *module._buffers):
             name = f"{path}.{key}" if path else key
@@ -135,37 +142,48 @@ def _forward(inner: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own: _Own = self.__dict__[_KEY]
         assert own.region is not None
+        given = called(own.parameters, args, kwargs)
         if torch.is_grad_enabled():  # a copy is for its gradient
-            args, kwargs = _mapped((args, kwargs), own, own.region.copied, mappings.copy, "is called with")
-        _guarded(own.region, (args, kwargs))
+            new = _mapped(given, own, own.copied, mappings.copy, "is called with")
+            args, kwargs = _replaced((args, kwargs), new)
+        if own.region.guard is not None:
+            _guarded(own.region, own.region.guard.unseen(given_in(given)))
         output = inner(self, *args, **kwargs)
-        return _mapped(output, own, own.region.reduced, mappings.reduce, "returns")
+        return _replaced(output, _mapped(output, own, own.region.reduced, mappings.reduce, "returns"))
 
     return forward
 
 
-def _guarded(region: Region, given: Any) -> None:
-    """Raise for a call that no trace has shown: another flag, None for a tensor."""
-    unseen = region.guard.unseen(given_in(given)) if region.guard is not None else ""
+def _guarded(region: Region, unseen: str) -> None:
+    """Raise for a call that no trace has shown: another flag, a tensor for None."""
     if unseen:
         raise UnprovenPath(
-            f"{region.path} is called in another way than when its plan was proven: with {unseen}; shard the "
-            "model with inputs= that call it this way"
+            f"{region.path or 'the model'} is called in another way than when its plan was proven: with "
+            f"{unseen}; shard the model with inputs= that call it this way"
         )
 
 
-def _mapped(value: Any, own: _Own, places: frozenset[str], mapping: Callable[..., Tensor], does: str) -> Any:
-    """`value` with the tensors at `places` mapped."""
+def _mapped(
+    value: Any, own: _Own, places: frozenset[str], mapping: Callable[..., Tensor], does: str
+) -> dict[int, Tensor]:
+    """The tensors at `places` mapped, each under the id of what it was. Where None stands there is nothing
+    to map."""
     if not places:
-        return value
+        return {}
     assert own.region is not None
     found = {place: tensor for place, tensor, _ in tensors_in(value)}
     missing = sorted(places - found.keys())
     if missing:
+        none = {place for place, other in given_in(value).items() if other is None}
+        missing = [place for place in missing if place not in none]
+    if missing:
         raise UnprovenPath(
-            f"{own.region.path} {does} other tensors than when its plan was proven: there is none at "
-            f"{', '.join(missing)}, but at {', '.join(sorted(found)) or 'no place'}; shard the model with "
-            "inputs= that call it this way"
+            f"{own.region.path or 'the model'} {does} other tensors than when its plan was proven: there is "
+            f"none at {', '.join(missing)}, but at {', '.join(sorted(found)) or 'no place'}; shard the model "
+            "with inputs= that call it this way"
         )
-    new = {id(found[place]): mapping(found[place], own.group) for place in sorted(places)}
-    return pytree.tree_map(lambda leaf: new.get(id(leaf), leaf), value)
+    return {id(found[place]): mapping(found[place], own.group) for place in sorted(places) if place in found}
+
+
+def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
+    return pytree.tree_map(lambda leaf: new.get(id(leaf), leaf), value) if new else value

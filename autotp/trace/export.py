@@ -20,7 +20,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.trace.graph import Output, Trace, TraceError, Val, given_in, numbers_in, tensors_in
+from autotp.trace.graph import (
+    Output,
+    Trace,
+    TraceError,
+    Val,
+    called,
+    given_in,
+    numbers_in,
+    parameters_of,
+    tensors_in,
+)
 from autotp.trace.source import error_span, line_span
 from autotp.trace.untouched import untouched
 
@@ -151,13 +161,15 @@ class _Watch:
     def _watched(
         self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
     ) -> Callable[..., Any]:
+        parameters = parameters_of(inner)
+
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not path:
                 self.calls.clear()
                 self.given.clear()
             self.calls[path] = call = self.calls.get(path, 0) + 1
-            self.given.setdefault(path, []).append(given_in((args, kwargs)))
+            self.given.setdefault(path, []).append(given_in(called(parameters, args, kwargs)))
             _border(path, call - 1, "entered", (args, kwargs))
             try:
                 if before is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
+import re
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
@@ -16,8 +18,8 @@ from torch import fx, nn
 from autotp.diagnostic import Span
 
 __all__ = [
-    "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "given_in", "numbers_in",
-    "tensors_in",
+    "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "given_in",
+    "named_place", "numbers_in", "parameters_of", "tensors_in",
 ]  # fmt: skip
 
 
@@ -185,6 +187,43 @@ def numbers_in(out: Any, name: str = "") -> dict[str, Any]:
         for place, value, _ in _leaves(out, name, False, False)
         if value is None or isinstance(value, _NUMBERS)
     }
+
+
+def parameters_of(forward: Any) -> tuple[tuple[str, Any], ...]:
+    """A bound method's parameters by name that may be given by position, each with its default."""
+    try:
+        found = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple((p.name, p.default) for p in found if p.kind in kinds)
+
+
+def called(
+    parameters: tuple[tuple[str, Any], ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by the names of the parameters, defaults too.
+
+    >>> called((("x", inspect.Parameter.empty), ("mask", None)), (1, 2, 3), {"flag": True})
+    {'mask': 2, 'x': 1, '*[2]': 3, 'flag': True}
+    """
+    named = {name: default for name, default in parameters if default is not inspect.Parameter.empty}
+    for index, value in enumerate(args):
+        named[parameters[index][0] if index < len(parameters) else f"*[{index}]"] = value
+    return {**named, **kwargs}
+
+
+def named_place(parameters: tuple[tuple[str, Any], ...], place: str) -> str:
+    """A place among (args, kwargs), by the names of the parameters.
+
+    >>> [named_place((("x", None),), place) for place in ("[0][0].a", "[0][1]", "[1].x[2]")]
+    ['x.a', '*[1]', 'x[2]']
+    """
+    found = re.fullmatch(r"\[0\]\[(\d+)\](.*)", place)
+    if found is None:
+        return place.removeprefix("[1].")
+    index = int(found[1])
+    return (parameters[index][0] if index < len(parameters) else f"*[{index}]") + found[2]
 
 
 def given_in(args: Any, name: str = "") -> dict[str, Any]:

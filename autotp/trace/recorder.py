@@ -36,8 +36,10 @@ from autotp.trace.graph import (
     Trace,
     TraceError,
     Val,
+    called,
     given_in,
     numbers_in,
+    parameters_of,
     tensors_in,
 )
 from autotp.trace.layers import Layers
@@ -220,6 +222,8 @@ if MISSING is None:
         def _watched(
             self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
         ) -> Callable[..., Any]:
+            parameters = parameters_of(inner)
+
             def body(*args: Any, **kwargs: Any) -> Any:
                 call = self._counts[path]
                 self._border(self.trace.entered, "entered", path, call, (args, kwargs))
@@ -234,7 +238,7 @@ if MISSING is None:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
                 call = self._counts[path] = self._counts.get(path, -1) + 1
-                self.trace.given.setdefault(path, []).append(given_in((args, kwargs)))
+                self.trace.given.setdefault(path, []).append(given_in(called(parameters, args, kwargs)))
                 self.stack.append((path, call))
                 try:
                     return self.repeats.around(path, call, body, *args, **kwargs)
