@@ -15,7 +15,6 @@ from autotp.derive.auto import decide_auto
 from autotp.derive.derived import Derived
 from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
-from autotp.match import Matches
 from autotp.plan import Plan
 from autotp.propagate.reads import held_reads
 from autotp.prove import Proof, prove
@@ -108,7 +107,9 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         layouts={n: proof.cuts.get(first.get(n, n), cut) for n, cut in analysis.layouts.items()},
         diagnostics=findings,
         certainty=LAYOUTS if proven else analysis.certainty,
-        collectives=tuple(_collectives(analysis.matches, proof)) if proven else analysis.collectives,
+        collectives=tuple(_collectives(analysis.matches, proof, analysis.inventory))
+        if proven
+        else analysis.collectives,
         modes=tuple(proof.modes),
         random=tuple(sorted(proof.random)),
         random_in_eval=tuple(sorted(proof.random_in_eval)),
@@ -136,14 +137,16 @@ def _digest(proof: Proof) -> str:
 _OF_A_PROCESS = re.compile(r", index=\d+|(?<=cuda):\d+| at 0x[0-9a-f]+")  # devices and addresses
 
 
-def _collectives(matches: Matches, proof: Proof) -> list[Collective]:
+def _collectives(analysis: Analysis, proof: Proof) -> list[Collective]:
     """What the traced forward runs, and the backward of it: each layer as often as it was called."""
     found: list[Collective] = []
     followers = {path for group in proof.shared for path in group[1:]}  # the first one's copy serves them
-    for placed in matches.placed.values():
+    for placed in analysis.matches.placed.values():
         if placed.target != "module" or not placed.layouts:
             continue
-        mappings = {
+        kind = analysis.inventory.modules[placed.path].class_name
+        statistics = {"LayerNorm": 2, "RMSNorm": 1}.get(kind, 0)  # each summed forward and backward
+        mappings = ["reduce", "copy"] * statistics or {
             "column": ["copy"] * (placed.path in proof.copied - followers)
             + ["copy_shared"] * sum(cut.shared for cut in placed.layouts.values())
             + ["gather"] * placed.rule.gather_output,

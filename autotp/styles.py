@@ -3,6 +3,7 @@
     column   y = x @ W.T + b    W [out, in]: out is cut, and b with it    (tied to the units of `heads`)
     row      y = x @ W.T + b    W [out, in]: in is cut, b is whole
     vocab    y = W[ids]         W [vocabulary, width]: the rows are cut
+    column   y = norm(x) * w + b    of a LayerNorm or RMSNorm: w and b are cut, and x is
 
 transformers' Conv1D keeps its weight as [in, out]. Where only the headers of a file are known, a 2-D
 `weight` may be a linear layer or an embedding, and the style decides. Numbers of heads and sections:
@@ -25,6 +26,7 @@ KINDS = {  # style -> the kinds of module that it cuts, and their name
     "row": (("linear", "conv1d", "unknown"), "a linear layer"),
     "vocab": (("embedding", "unknown"), "an embedding"),
 }
+NORMS = ("LayerNorm", "RMSNorm")  # of torch; over one dim
 WEIGHT_DIM = {"column": 0, "row": 1, "vocab": 0}  # of a weight [out, in] or [vocabulary, width]
 FEATURE = {"column": "output features", "row": "input features", "vocab": "rows"}
 KIND_NAME = {
@@ -39,7 +41,7 @@ WHAT_FITS = {  # kind -> what to write instead
     "embedding": "an embedding is cut by `vocab`",
     "linear": "a linear layer is cut by `column` or `row`",
     "conv1d": "a Conv1D is cut by `column` or `row`",
-    "norm": "leave the rule out: a norm is whole on every rank",
+    "norm": "leave the rule out: a norm of whole values is whole on every rank",
 }
 
 
@@ -54,6 +56,29 @@ def _local_shapes(module: ModuleInfo) -> str:
 
 def _called(module: ModuleInfo) -> str:
     return module.class_name or KIND_NAME[module.kind]
+
+
+def _is_cut_norm(rule: Rule, module: ModuleInfo) -> bool:
+    """A norm over one dim, each rank of which is given its features. Where only headers are known, a vector
+    is one if the rule states its dim."""
+    weight = module.tensors.get("weight")
+    known = module.kind == "norm" and module.class_name in NORMS
+    told = module.kind == "unknown" and rule.dim is not None
+    return rule.style == "column" and weight is not None and len(weight.shape) == 1 and (known or told)
+
+
+def _cut_norm(
+    rule: Rule, module: ModuleInfo, *, tp: int, config: Mapping[str, object]
+) -> dict[str, Shard] | Fault:
+    weight = module.tensors["weight"]
+    option = "gather_output" if rule.gather_output else "split_input" if rule.split_input else None
+    if option is not None or rule.dim not in (None, 0, -1):
+        what = option or f"dim {rule.dim}"
+        return Fault("AT207", f"{what} is not for a norm, whose weight has one dim", (_local_shapes(module),))
+    shard = shard_of(rule, dim=0, size=weight.shape[0], feature="features", tp=tp, config=config)
+    if isinstance(shard, Fault):
+        return shard
+    return {t.name: shard for name, t in module.tensors.items() if name in ("weight", "bias")}
 
 
 def _unfit(rule: Rule, module: ModuleInfo) -> Fault | None:
@@ -125,6 +150,8 @@ def cut_module(
     """
     if rule.style == "replicate":
         return {}
+    if _is_cut_norm(rule, module):
+        return _cut_norm(rule, module, tp=tp, config=config)
     if fault := _unfit(rule, module):
         return fault
     dim = _weight_dim(rule, module)

@@ -138,6 +138,14 @@ def _interleaved(local: Local, got: Any) -> Any:
     return local.results[0][dim] // max(1, held)
 
 
+def _normalized(local: Local, got: Any) -> Any:
+    """A norm over a dim that is cut is over the rank's own part of it."""
+    shape: list[int] = local.arguments["normalized_shape"]
+    front = len(local.source) - len(shape)
+    cut = isinstance(local.layout, Shard) and local.layout.dim >= front
+    return list(local.results[0][front:]) if cut else shape
+
+
 def _groups(name: str, places: int) -> Callable[[Local, Any], Any]:
     """Depthwise convolutions and group norms: as many groups as the rank's channels make."""
 
@@ -171,6 +179,7 @@ EXPECTED: dict[tuple[str, str], Callable[[Local, Any], Any]] = {
     ("reshape", "shape"): _sizes,
     **{(op, "size"): _sizes for op in ("zeros", "ones", "full", "empty")},
     **{(op, "size"): _sizes for op in ("new_zeros", "new_ones", "new_full", "new_empty")},
+    **{(op, "normalized_shape"): _normalized for op in ("layer_norm", "rms_norm")},
     ("repeat", "repeats"): _repeats,
     ("tile", "dims"): _repeats,
     ("repeat_interleave", "repeats"): _interleaved,

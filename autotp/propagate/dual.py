@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from autotp.match import Placed
@@ -130,14 +131,15 @@ def _bordered(region: Region, base: type[nn.Module]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _by_weight(module: nn.Module, placed: Mapping[str, Placed]) -> Iterator[None]:
-    """Conv1Ds of the plan take their output size from their weight, as the parallel layer does."""
+    """Conv1Ds and norms of the plan take their size from their weight, as the parallel layers do."""
     swapped: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for path in placed:
             owner = module.get_submodule(path)
-            if placed[path].layouts and kind_of(owner) == "conv1d":
+            forward = _BY_WEIGHT.get(kind_of(owner)) if placed[path].layouts else None
+            if forward is not None:
                 swapped.append((owner, type(owner)))
-                owner.__class__ = type(type(owner).__name__, (type(owner),), {"forward": _conv1d})
+                owner.__class__ = type(type(owner).__name__, (type(owner),), {"forward": forward})
         yield
     finally:
         for owner, own in swapped:
@@ -147,6 +149,15 @@ def _by_weight(module: nn.Module, placed: Mapping[str, Placed]) -> Iterator[None
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
     return y.view((*x.size()[:-1], self.weight.size(1)))
+
+
+def _norm(self: Any, input: torch.Tensor) -> torch.Tensor:
+    if isinstance(self, nn.RMSNorm):
+        return F.rms_norm(input, tuple(self.weight.shape), self.weight, self.eps)
+    return F.layer_norm(input, tuple(self.weight.shape), self.weight, self.bias, self.eps)
+
+
+_BY_WEIGHT: dict[str, Callable[..., torch.Tensor]] = {"conv1d": _conv1d, "norm": _norm}
 
 
 def _aliased(

@@ -672,6 +672,32 @@ class Engine:
         self.result.cuts[name] = cut
         self.result.layouts[weight.node] = self.result.computed[weight.node] = [cut]
 
+    def _norm(self, call: Call, placed: Placed) -> tuple[list[Layout], list[Layout]]:
+        """Its statistics are summed over the ranks, forward and backward."""
+        value: Value = call["input"]
+        weights = [v for v in (call["weight"], call["bias"]) if v is not None]
+        if value.partial:
+            raise Conflict(
+                "AT310", "a norm is given a sum whose parts are still on the ranks", blame=(value,)
+            )
+        if value.shard is None or value.shard.dim != value.rank - 1:
+            raise Conflict(
+                "AT307",
+                "a norm that is cut is given its own features on each rank; here they are whole",
+                blame=(weights[0], value),
+                notes=(f"{value}",),
+            )
+        counted_once(call, value)
+        for weight in weights:
+            if weight.shard is None or not weight.shard.same_cut(value.shard):
+                raise Conflict(
+                    "AT307",
+                    "a norm's weight is cut differently from its input",
+                    blame=(weight, value),
+                    notes=(f"{value}", f"{weight}"),
+                )
+        return [value.shard], [value.shard]
+
     def _vocab(self, call: Call, placed: Placed) -> tuple[list[Layout], list[Layout]]:
         ids: Value = call["indices"]
         if not ids.whole:
@@ -720,6 +746,8 @@ _LAYERS: dict[str, Callable[[Engine, Call, Placed], tuple[list[Layout], list[Lay
     "linear": Engine._linear,
     "addmm": Engine._linear,
     "embedding": Engine._vocab,
+    "layer_norm": Engine._norm,
+    "rms_norm": Engine._norm,
 }
 
 

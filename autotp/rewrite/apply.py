@@ -20,6 +20,7 @@ from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.match import Placed
 from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from autotp.nn.norm import ParallelLayerNorm, ParallelRMSNorm
 from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 from autotp.plan import Plan
@@ -126,6 +127,10 @@ def _adopt(
     if placed.style == "vocab":
         assert isinstance(module, nn.Embedding)
         VocabParallelEmbedding.adopt(module, shard=shard, group=group)
+        return
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        norm = ParallelLayerNorm if isinstance(module, nn.LayerNorm) else ParallelRMSNorm
+        norm.adopt(module, shard=shard, group=group)
         return
     column, row = _layers(module)
     if placed.style == "column":
