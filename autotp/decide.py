@@ -107,9 +107,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         layouts={n: proof.cuts.get(first.get(n, n), cut) for n, cut in analysis.layouts.items()},
         diagnostics=findings,
         certainty=LAYOUTS if proven else analysis.certainty,
-        collectives=tuple(_collectives(analysis.matches, proof, analysis.inventory))
-        if proven
-        else analysis.collectives,
+        collectives=tuple(_collectives(analysis, proof)) if proven else analysis.collectives,
         modes=tuple(proof.modes),
         random=tuple(sorted(proof.random)),
         random_in_eval=tuple(sorted(proof.random_in_eval)),

@@ -195,3 +195,19 @@ def test_a_layer_that_only_names_a_proven_table_need_not_run():
     plan = {"shared": "vocab", "encoder": "vocab", "fc1": "column", "fc2": "row"}
     result = autotp.verify(Shared(), plan, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long))
     assert result.ok
+
+
+@pytest.mark.parametrize("row", [0, 10])
+def test_a_row_of_padding_that_another_rank_holds(row):
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.out = nn.Embedding(12, 16, padding_idx=row), nn.Linear(16, 16)
+
+        def forward(self, ids):
+            return self.out(self.table(ids))
+
+    ids = torch.arange(12).view(3, 4)
+    model = Padded()
+    assert autotp.verify(model, {"table": "vocab"}, tp=3, inputs=ids).ok
+    assert model.table.padding_idx == row

@@ -26,6 +26,18 @@ CASES = {
     "sum": x_of(
         lambda x, y: x + y, X, ROW, takes=((PARTIAL, PARTIAL), (cut(1, 9), cut(0, 9)), (cut(0), REPLICATE))
     ),
+    "prelu": x_of(
+        lambda x, w: F.prelu(x, w), X, tensor(1), takes=((cut(1, 9), REPLICATE), (cut(0), REPLICATE))
+    ),
+    "prelu of channels": x_of(
+        lambda x, w: F.prelu(x - 0.7, w),
+        tensor(4, 6, 3),
+        tensor(6),
+        few=5,
+        takes=((cut(1), cut(0)), (cut(0), REPLICATE), (cut(2, 3), REPLICATE)),
+    ),
+    "rrelu, eval": x_of(lambda x: F.rrelu(x - 0.7), X, takes=((cut(1, 9),),)),
+    "alpha dropout, eval": x_of(lambda x: F.alpha_dropout(x, 0.5, False), X, takes=((cut(1, 9),),)),
     "sum in three groups": x_of(lambda x, y: x - y, tensor(5, 12), tensor(12)),
     "sum alpha": x_of(lambda x, y: torch.add(x, y, alpha=2), X, Y, takes=((PARTIAL, PARTIAL),)),
     "product": x_of(lambda x, y: x * y, tensor(6, 1, 9), tensor(12, 1), takes=((PARTIAL, REPLICATE),)),
@@ -134,6 +146,13 @@ _SPELLED = (
     "where",
     "empty_like",
     "full_like",
+    "prelu",
+    "rrelu",
+    "alpha_dropout",
+    "bernoulli",
+    "rand_like",
+    "randn_like",
+    "randint_like",
 )
 PLAIN = {name: _plain(name) for name in sorted(POINTWISE) if name not in _SPELLED}
 

@@ -337,9 +337,19 @@ class AlwaysDropped(MLP):
         return self.fc2(F.dropout(self.fc1(x), 0.5))
 
 
-def test_dropout_that_ignores_eval_draws_by_rank_in_eval():
+class Drawn(MLP):
+    """Masks drawn by hand, by other ops than dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.rrelu(self.fc1(x), training=True)
+        h = h * torch.bernoulli(torch.full_like(h, 0.5)) * (torch.rand_like(h) < 0.7)
+        return self.fc2(h * h.new_empty(h.shape).bernoulli_(0.9))
+
+
+@pytest.mark.parametrize("dropped", [AlwaysDropped, Drawn])
+def test_dropout_that_ignores_eval_draws_by_rank_in_eval(dropped):
     def rank(group):
-        model = models.randomised(AlwaysDropped(hidden=32))
+        model = models.randomised(dropped(hidden=32))
         autotp.shard(model, PLAN, group)
         seen: list[Tensor] = []
         model.fc2.register_forward_pre_hook(lambda m, a: seen.append(a[0] == 0))

@@ -138,6 +138,12 @@ def _interleaved(local: Local, got: Any) -> Any:
     return local.results[0][dim] // max(1, held)
 
 
+def _padding(local: Local, got: Any) -> Any:
+    """A table whose rows are cut is a vocab layer's, which knows which rank has the row of padding."""
+    cut = isinstance(local.layout, Shard) and local.layout.dim == 0
+    return got if cut else local.arguments.get("padding_idx")
+
+
 def _normalized(local: Local, got: Any) -> Any:
     """A norm over a dim that is cut is over the rank's own part of it."""
     shape: list[int] = local.arguments["normalized_shape"]
@@ -180,6 +186,7 @@ EXPECTED: dict[tuple[str, str], Callable[[Local, Any], Any]] = {
     **{(op, "size"): _sizes for op in ("zeros", "ones", "full", "empty")},
     **{(op, "size"): _sizes for op in ("new_zeros", "new_ones", "new_full", "new_empty")},
     **{(op, "normalized_shape"): _normalized for op in ("layer_norm", "rms_norm")},
+    ("embedding", "padding_idx"): _padding,
     ("repeat", "repeats"): _repeats,
     ("tile", "dims"): _repeats,
     ("repeat_interleave", "repeats"): _interleaved,

@@ -133,9 +133,13 @@ def _bordered(region: Region, base: type[nn.Module]) -> Callable[..., Any]:
 def _by_weight(module: nn.Module, placed: Mapping[str, Placed]) -> Iterator[None]:
     """Conv1Ds and norms of the plan take their size from their weight, as the parallel layers do."""
     swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+    rows: list[tuple[nn.Module, int]] = []
     try:
         for path in placed:
             owner = module.get_submodule(path)
+            if placed[path].style == "vocab" and owner.__dict__.get("padding_idx") is not None:
+                rows.append((owner, owner.__dict__["padding_idx"]))
+                owner.__dict__["padding_idx"] = None  # of all rows; the parallel layer knows whose it is
             forward = _BY_WEIGHT.get(kind_of(owner)) if placed[path].layouts else None
             if forward is not None:
                 swapped.append((owner, type(owner)))
@@ -144,6 +148,8 @@ def _by_weight(module: nn.Module, placed: Mapping[str, Placed]) -> Iterator[None
     finally:
         for owner, own in swapped:
             owner.__class__ = own
+        for owner, row in rows:
+            owner.__dict__["padding_idx"] = row
 
 
 def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,8 @@ def draws(node: fx.Node) -> bool:
         return bool(named["dropout_p"])
     if "p" in named and "train" in named:
         return bool(named["train"] and named["p"])
+    if op_name(node) == "rrelu":
+        return bool(named["training"])
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

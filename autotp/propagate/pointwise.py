@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
-from autotp.propagate.call import Call, Conflict, Value, needs_copy
+from autotp.propagate.call import Call, Conflict, Value, needs_copy, not_partial
 
 __all__ = ["POINTWISE", "align", "elementwise", "expand_as"]
 
 # fmt: off
 _ONE = [
-    "abs", "absolute", "acos", "acosh", "alias", "angle", "arccos", "arccosh", "arcsin", "arcsinh",
-    "arctan", "arctanh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "clamp",
-    "clamp_max", "clamp_min", "clip", "clone", "_conj", "conj", "conj_physical", "contiguous", "cos",
-    "cosh", "deg2rad", "detach", "dropout", "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
-    "fill", "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "imag",
-    "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "leaky_relu", "lift_fresh", "log",
-    "log10", "log1p", "log2", "log_sigmoid", "logical_not", "logit", "mish", "nan_to_num", "neg",
-    "negative", "positive", "rad2deg", "real", "reciprocal", "relu", "relu6", "resolve_conj",
-    "resolve_neg", "round", "rsqrt", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
-    "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold", "to", "_to_copy",
-    "trunc", "type_as", "zero",
+    "abs", "absolute", "acos", "acosh", "alias", "alpha_dropout", "angle", "arccos", "arccosh", "arcsin",
+    "arcsinh", "arctan", "arctanh", "asin", "asinh", "atan", "atanh", "bernoulli", "bitwise_not", "ceil",
+    "celu", "clamp", "clamp_max", "clamp_min", "clip", "clone", "_conj", "conj", "conj_physical",
+    "contiguous", "cos", "cosh", "deg2rad", "detach", "dropout", "elu", "erf", "erfc", "erfinv", "exp",
+    "exp2", "expm1", "fill", "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish",
+    "hardtanh", "imag", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "isreal", "leaky_relu",
+    "lift_fresh", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_not", "logit", "mish",
+    "nan_to_num", "neg", "negative", "positive", "rad2deg", "real", "reciprocal", "relu", "relu6",
+    "resolve_conj", "resolve_neg", "round", "rrelu", "rsqrt", "selu", "sgn", "sigmoid", "sign", "signbit",
+    "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sqrt", "square", "tan", "tanh", "threshold",
+    "to", "_to_copy", "trunc", "type_as", "zero",
 ]
 _MORE = [
     "add", "addcdiv", "addcmul", "__and__", "arctan2", "atan2", "bitwise_and", "bitwise_left_shift",
@@ -32,7 +32,9 @@ _MORE = [
     "multiply", "ne", "not_equal", "__or__", "polar", "pow", "remainder", "__rshift__", "rsub", "sub",
     "subtract", "true_divide", "where", "xlogy", "__xor__",
 ]
-_FROM_SHAPE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
+_FROM_SHAPE = frozenset(
+    ["empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like"]
+)
 ELEMENTWISE = frozenset([*_ONE, *_MORE, *_FROM_SHAPE])
 
 # y(a + b) = y(a) + y(b): a sum that is still to come passes through.
@@ -170,4 +172,13 @@ def expand_as(call: Call) -> Layout:
     return align(call, (value, replace(other, grad=False)), len(call.shape))
 
 
-POINTWISE = dict.fromkeys(ELEMENTWISE, elementwise)
+def _prelu(call: Call) -> Layout:
+    """A slope for all elements, or one for each channel: dim 1."""
+    value, slope = call["self"], call["weight"]
+    not_partial(call)
+    if slope.shape != (1,) and value.rank > 1:
+        slope = replace(slope, shape=(*slope.shape, *[1] * (value.rank - 2)))
+    return align(call, (value, slope), value.rank)
+
+
+POINTWISE = {**dict.fromkeys(ELEMENTWISE, elementwise), "prelu": _prelu}
