@@ -513,7 +513,7 @@ def _around(node: fx.Node) -> tuple[Sequence[int], ...]:
 def _left_out(node: fx.Node, before: Sequence[int] = (), after: Sequence[int] = (-1,)) -> bool:
     """Whether an op may or may not be there: by the strides, or, where `x[...] = y` assigns, by whether y has
     the very shape of what it is written into. `before` and `after` are the shapes around the op."""
-    if op_name(node) in _SILENT:
+    if silent(node):
         return True
     if op_name(node) not in ("view", "expand") or any(
         op_name(u) not in ("copy", "expand") for u in node.users
