@@ -40,3 +40,23 @@ def test_there_and_back(tmp_path, name):
         before = after
     merge(before, tmp_path / "back")
     assert hashes(tmp_path / "back") == expected
+
+
+GROUPED = ("glm", "llama", "mixtral", "phi", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPED if "num_key_value_heads" in MODELS[name][1]])
+def test_with_fewer_kv_heads_than_ranks(tmp_path, name):
+    """Ranks that share a kv head each have its weights: copies that a merge compares and writes once."""
+    source = tmp_path / "in"
+    source.mkdir()
+    save(build(name, **eight_heads(name) | {"num_key_value_heads": 2}), source)
+    expected = hashes(source)
+    for tp in (4, 8):
+        convert(source, tmp_path / f"tp{tp}", plan=name, tp=tp, check="shapes")
+        shards = load_manifest(tmp_path / f"tp{tp}").layouts.values()
+        assert any(shard.deal is not None and shard.deal.shared for shard in shards)
+        merge(tmp_path / f"tp{tp}", tmp_path / f"back{tp}")
+        assert hashes(tmp_path / f"back{tp}") == expected
+    reshard(tmp_path / "tp8", tmp_path / "again", tp=4, check="shapes")
+    assert hashes(tmp_path / "again") == hashes(tmp_path / "tp4")

@@ -1,5 +1,6 @@
 """save_pretrained: what plain transformers loads, bit for bit what the unsharded model would save."""
 
+import copy
 import json
 import os
 import time
@@ -213,3 +214,74 @@ def test_on_real_ranks(ranks, tmp_path):
     assert ranks(2)(save_on_both, str(tmp_path / "out")) == [True, True]
     back, model = load_file(tmp_path / "out" / "model.safetensors"), fused()
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items() if name in back)
+
+
+def state_dict_on_first_rank_only(rank, size):
+    model = autotp.shard(fused(), {"up": "column", "down": "row"}, check="shapes")
+    started = time.monotonic()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} if rank == 0 else {}
+    return shapes, time.monotonic() - started
+
+
+@pytest.mark.slow
+def test_a_state_dict_on_one_rank_waits_for_nobody(ranks):
+    """C1: it is this rank's own part."""
+    (shapes, seconds), _ = ranks(2)(state_dict_on_first_rank_only)
+    assert seconds < 2 and shapes["up.weight"] == (3, 4) and shapes["down.weight"] == (4, 3)
+
+
+def test_a_part_is_stored_without_the_rest(tmp_path):
+    """D4: a cut tensor owns its memory, so that no file holds the whole."""
+    from safetensors.torch import save_file
+
+    model = nn.Sequential()
+    model.up, model.down = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def run(group):
+        sharded = autotp.shard(copy.deepcopy(model), {"up": "column", "down": "row"}, group, check="shapes")
+        state = sharded.state_dict()
+        for tensor in state.values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+        torch.save(state, tmp_path / f"{group.rank}.pt")
+        save_file(state, tmp_path / f"{group.rank}.safetensors")
+        return sum(tensor.nbytes for tensor in state.values())
+
+    for rank, held in enumerate(simulate(2, run)):
+        assert held < 0.51 * sum(tensor.nbytes for tensor in model.state_dict().values())
+        for kind in ("pt", "safetensors"):
+            assert held <= (tmp_path / f"{rank}.{kind}").stat().st_size < held + 4000
+
+
+def test_a_block_that_stands_twice_is_written_once(tmp_path):
+    """E10: the file tells its other names, and a model that shares it gets it back shared."""
+
+    def shared():
+        model = nn.Sequential()
+        model.first = nn.Sequential()
+        model.first.up, model.first.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        model.second = model.first
+        model.double()
+        return model
+
+    model = shared()
+    plan = {"up": "column", "down": "row"}
+    simulate(2, lambda group: save_pretrained(
+        autotp.shard(copy.deepcopy(model), plan, group, check="shapes"), tmp_path / "out"
+    ))  # fmt: skip
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as library:
+        assert sorted(library.keys()) == [
+            f"first.{n}" for n in ("down.bias", "down.weight", "up.bias", "up.weight")
+        ]
+        assert library.metadata()["second.up.weight"] == "first.up.weight"
+
+    def load(group):
+        with torch.device("meta"):
+            empty = shared()
+        found = from_pretrained(tmp_path / "out", plan=plan, mesh=group, model=empty, check="shapes")
+        assert found.second.up.weight is found.first.up.weight
+        return found.first(torch.ones(2, 4, dtype=torch.float64))
+
+    for output in simulate(2, load):
+        torch.testing.assert_close(
+            output, model.first(torch.ones(2, 4, dtype=torch.float64)), atol=1e-10, rtol=0
+        )

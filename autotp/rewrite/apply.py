@@ -98,10 +98,14 @@ def apply(model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = Tru
     if group.size > 1:
         copies = {path: SharedCopy(group, len(paths)) for paths in analysis.shared for path in paths[:1]}
         copies |= {path: copies[paths[0]] for paths in analysis.shared for path in paths[1:]}
+        adopted: set[int] = set()  # a module may stand under two names
         for placed in analysis.matches.placed.values():
             if placed.target == "module" and placed.layouts:
+                module = model.get_submodule(placed.path)
                 copied = copies.get(placed.path, placed.path not in analysis.uncopied)
-                _adopt(model.get_submodule(placed.path), placed, analysis.layouts, group, copied)
+                if id(module) not in adopted:
+                    _adopt(module, placed, analysis.layouts, group, copied)
+                adopted.add(id(module))
         if cut:
             _cut(model, analysis.layouts, group.rank)
         specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group, analysis.code)
