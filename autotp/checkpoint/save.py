@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -150,6 +151,9 @@ class _Writer:
         for part in ("config", "generation_config"):
             settings = getattr(model, part, None)
             if settings is not None and hasattr(settings, "save_pretrained"):
+                if part == "config":  # the class that is built from it again, as transformers writes it
+                    settings = copy.deepcopy(settings)
+                    settings.architectures = [type(model).__name__]
                 settings.save_pretrained(self.staging.path)
         self.staging.commit()
 
