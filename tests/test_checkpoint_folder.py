@@ -2,9 +2,11 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from autotp.checkpoint import convert
 from autotp.checkpoint.folder import open_folder, regular_file
 from autotp.diagnostic import CheckpointError
 from tests.checkpoints import random_tensor, safetensors_bytes, write_checkpoint
@@ -231,3 +233,29 @@ def test_a_wrong_total_size_is_of_no_consequence(tmp_path):
 def test_a_regular_file_is_asked_for(tmp_path):
     with pytest.raises(CheckpointError, match="x: cannot be read: No such file or directory"):
         regular_file(tmp_path, "x")
+
+
+@pytest.mark.parametrize("name", ["a\nb.txt", "a\\b.txt", "d\x7f.txt", "d/\x9b.txt", b"\xff.txt"])
+def test_a_name_that_no_manifest_could_hold_is_refused_before_anything_is_written(tmp_path, name):
+    source = write_checkpoint(tmp_path / "in", TENSORS, config={})
+    (source / "d").mkdir()
+    path = os.fsencode(source) + b"/" + os.fsencode(name)
+    with open(path, "w") as file:
+        file.write("x")
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / "out", plan={"*": "replicate"}, tp=2, check="shapes")
+    assert str(raised.value) == (
+        f"{source}: the name {os.fsdecode(name)!r} cannot travel along: it has a backslash, a control "
+        "character or bytes that are no UTF-8; rename it"
+    )
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("name", ["a\nb.safetensors", b"\xff.safetensors"])
+def test_weights_under_such_a_name(tmp_path, name):
+    source = write_checkpoint(tmp_path / "in", TENSORS)
+    odd = Path(os.fsdecode(os.fsencode(source) + b"/" + os.fsencode(name)))
+    (source / "model.safetensors").rename(odd)
+    for place in (source, odd):
+        with pytest.raises(CheckpointError, match="cannot be kept: it has a backslash, a control character"):
+            open_folder(place)

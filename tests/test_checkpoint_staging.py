@@ -352,3 +352,30 @@ def test_a_disk_that_is_full(tmp_path):
         fits, refused, there = rest
         assert not fits and refused.startswith(f"{tmp_path / 'disk' / 'again'}: needs ")
         assert there == ["back", "out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 250, "File name too long"),
+        ("a\0b", "no file can have this name; name a new one"),
+        ("file/out", "cannot be written: "),
+    ],
+)
+def test_targets_that_cannot_be(tmp_path, name, message):
+    source = write_checkpoint(tmp_path / "in", {"up.weight": random_tensor("F32", (4, 2))})
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, f"{tmp_path}/{name}", plan={"up": "column"}, tp=2, check="shapes")
+    assert sorted(os.listdir(tmp_path)) == ["file", "in"]
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "in", TENSORS)
+    monkeypatch.setattr("autotp.checkpoint.carry.LARGEST_JSON", 3000)
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / "out", plan=PLAN, tp=8, check="shapes")
+    assert "autotp.json would take " in str(raised.value) and str(raised.value).endswith(
+        " bytes, and at most 3000 are read: 6 cut tensors over 8 ranks; take fewer ranks, or no digest"
+    )
+    assert os.listdir(tmp_path) == ["in"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from autotp.checkpoint.digest import digest_of, new_digest
-from autotp.checkpoint.folder import INDEX, MANIFEST
+from autotp.checkpoint.folder import INDEX, LARGEST_JSON, MANIFEST
 from autotp.checkpoint.manifest import Digests, Manifest
 from autotp.checkpoint.output import Output
 from autotp.checkpoint.read import CHUNK, Differs, Memory, Part, Source, open_to_read, read_exactly
@@ -48,6 +48,7 @@ def carry(
     total = sum(file.size for file in manifest.files)
     done, buffers, digests = 0, Buffers(), dict[str, Digests]()
     plain = replace(manifest, digests={}, companions={}).dumps()
+    _check_manifest_size(target, manifest, plain)
     ranks = [output.rank for output in outputs if output.written]
     description = {
         "job": job,
@@ -92,6 +93,18 @@ def carry(
             text = replace(manifest, digests=digests, companions=companions).dumps()
             _write_small(staging.path / MANIFEST, text.encode())
         staging.commit()
+
+
+def _check_manifest_size(target: Path, manifest: Manifest, plain: str) -> None:
+    """Raise CheckpointError for a manifest longer than what is read; `plain` lacks the digests."""
+    digest = len(new_digest(manifest.digest).hexdigest())
+    parts = len(manifest.layouts) * manifest.tp + sum(len(file.tensors) for file in manifest.files)
+    size = len(plain) + digest * parts
+    if size > LARGEST_JSON:
+        raise CheckpointError(
+            f"{target}: its {MANIFEST} would take {size} bytes, and at most {LARGEST_JSON} are read: "
+            f"{len(manifest.layouts)} cut tensors over {manifest.tp} ranks; take fewer ranks, or no digest"
+        )
 
 
 def part_digest(part: Part, kind: str, buffers: Buffers) -> str:

@@ -111,7 +111,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     What is cut is found as `SavePlanner` does. All that is missing or has another shape is told together,
     and so is a checkpoint whose chunks leave a part of a tensor out; other objects than tensors are read as
-    plain data. `options` are those of torch's DefaultLoadPlanner. Raises CheckpointError.
+    plain data. Torch reads a checkpoint's `.metadata` as a pickle: load only what you trust. `options` are
+    those of torch's DefaultLoadPlanner. Raises CheckpointError.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:

@@ -22,6 +22,7 @@ from autotp.header import Entry, Header, parse_json, read_header
 __all__ = [
     "INDEX",
     "JOURNAL",
+    "LARGEST_JSON",
     "MANIFEST",
     "PART",
     "RANK_FOLDER",
@@ -43,6 +44,7 @@ MANIFEST = "autotp.json"
 JOURNAL = ".autotp-journal.jsonl"  # of a run that has not ended: no file of that name travels along
 PART = "autotp"  # the key in the metadata of a file that holds one rank's part
 RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
+ODD_NAME = "it has a backslash, a control character or bytes that are no UTF-8; rename it"
 LARGEST_JSON = 200_000_000  # bytes of an index, a config or a manifest
 LARGEST_COMPANION = 64 << 20  # bytes
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
@@ -87,6 +89,8 @@ def open_folder(path: str | Path) -> Folder:
 
 def _open(path: Path) -> Folder:
     if path.is_file() or path.suffix == ".safetensors":
+        if not is_plain_name(path.name):
+            _refuse(path.parent, f"the name {path.name!r} cannot be kept: {ODD_NAME}")
         config = read_config(path.parent)
         return Folder(
             path.parent, (read_header(path),), config, companions=("config.json",) if config else ()
@@ -111,6 +115,8 @@ def _weights(path: Path) -> tuple[tuple[Header, ...], bytes | None]:
     if len(single) != 1:
         found = f"found {', '.join(file.name for file in single)}" if single else _others(path)
         _refuse(path, f"holds no checkpoint: looked for {INDEX}, {SINGLE} and one *.safetensors; {found}")
+    if not is_plain_name(single[0].name):
+        _refuse(path, f"the name {single[0].name!r} cannot be kept: {ODD_NAME}")
     return (read_header(_inside(path, single[0].name)),), None
 
 
@@ -152,6 +158,8 @@ def companions_of(folder: Path) -> tuple[str, ...]:
         for name in files:
             if not name.endswith(WEIGHTS) and name not in (MANIFEST, JOURNAL):
                 relative = str((Path(base) / name).relative_to(folder))
+                if not all(map(is_plain_name, relative.split("/"))):
+                    _refuse(folder, f"the name {relative!r} cannot travel along: {ODD_NAME}")
                 if regular_file(folder, relative).stat().st_size <= LARGEST_COMPANION:
                     found.append(relative)
     return tuple(sorted(found))
@@ -192,8 +200,9 @@ def check_index(
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is one of a file in this very folder."""
-    return name not in ("", ".", "..") and not any(c in "/\\" or ord(c) < 32 for c in name)
+    """Whether a name is one of a file in this very folder, without control characters, and is Unicode."""
+    odd = any(c in "/\\" or ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in name)
+    return name not in ("", ".", "..") and not odd
 
 
 def _inside(

@@ -29,6 +29,8 @@ __all__ = ["Staging", "check_target", "free_bytes"]
 
 def check_target(target: Path, source: Path | None = None) -> None:
     """Raise CheckpointError unless `target` is absent or an empty folder, and not in the folder `source`."""
+    if "\0" in str(target):
+        _refuse(target, "no file can have this name; name a new one")
     if source is not None and source.is_dir():
         home, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
         if place.is_relative_to(home):
@@ -49,8 +51,8 @@ def check_target(target: Path, source: Path | None = None) -> None:
 def free_bytes(target: Path) -> int:
     """Bytes for a run to write: what is free where `target` will stand, and what its own last run left."""
     place = Path(os.path.abspath(target))
-    left = partial(place).rglob("*") if partial(place).is_dir() else ()
-    while not place.is_dir():
+    left = partial(place).rglob("*") if os.path.isdir(partial(place)) else ()
+    while not os.path.isdir(place):
         place = place.parent
     return shutil.disk_usage(place).free + sum(entry.lstat().st_blocks * 512 for entry in left)
 
