@@ -16,23 +16,28 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autotp.comm import Group, group_of, within
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 
-__all__ = ["Streams", "rank_stream", "synchronize", "use_rank_stream"]
+__all__ = ["RankDropout", "Streams", "rank_stream", "synchronize", "use_rank_stream"]
 
 RANK_OFFSET = 2718
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different in the low 32 bits
 
 
+def _drawn() -> Tensor:
+    """One number of the common stream."""
+    return torch.randint(0, 2**63 - 1, (), device="cpu")
+
+
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw one number from the common stream, and run on it and `seed`; then go back to the common one."""
-    drawn = int(torch.randint(0, 2**63 - 1, (), device="cpu"))
-    mixed = (drawn ^ (seed * SPREAD)) % 2**63
+def _seeded(seed: int, drawn: Tensor | None = None) -> Iterator[None]:
+    """Run on `seed` and one number of the common stream; then go back to the common one."""
+    mixed = (int(_drawn() if drawn is None else drawn) ^ (seed * SPREAD)) % 2**63
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
         torch.default_generator.manual_seed(mixed)
@@ -101,6 +106,35 @@ class Streams:
         self._seeds = dict(states)
 
 
+@torch.library.custom_op("autotp::rank_mask", mutates_args=())
+def _rank_mask(x: Tensor, drawn: Tensor, seed: int, p: float) -> Tensor:
+    """What dropout multiplies `x` by, from `drawn` and `seed` alone, so that it may be computed again."""
+    with _seeded(seed, drawn):
+        return F.dropout(torch.ones_like(x), p, True)
+
+
+@_rank_mask.register_fake
+def _(x: Tensor, drawn: Tensor, seed: int, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+class RankDropout(nn.Dropout):
+    """nn.Dropout on a sharded value: it draws from the rank's own stream, the same in compiled code."""
+
+    group: Group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape, and the same."""
+        if not self.training:
+            return input
+        if not torch.compiler.is_compiling():
+            with rank_stream(self.group):
+                return F.dropout(input, self.p, True, self.inplace)
+        seed = RANK_OFFSET + self.group.rank
+        mask: Tensor = torch.ops.autotp.rank_mask(input.detach(), _drawn(), seed, self.p)
+        return input.mul_(mask) if self.inplace else input * mask
+
+
 class _OnRankStream:
     """The two hooks that run a module's forward on the rank's stream; entered while it trains, or always."""
 
@@ -125,9 +159,14 @@ def use_rank_stream(module: nn.Module, group: Mesh = None, *, always: bool = Fal
     """Run `module`'s forward on the rank's own stream whenever it is in training mode.
 
     For dropout and other random modules on sharded values. In evaluation nothing is drawn, but by modules
-    that draw `always` (`F.dropout(x, 0.5)` without its training flag). torch.compile
-    breaks its graph around such a module in training (`fullgraph=True` raises), and not in evaluation.
+    that draw `always` (`F.dropout(x, 0.5)` without its training flag). An nn.Dropout becomes a `RankDropout`,
+    which torch.compile takes into its graph. Around other modules (attention that drops out its weights) it
+    breaks the graph in training (`fullgraph=True` raises), and not in evaluation.
     """
+    if type(module) is nn.Dropout and not always:
+        module.__class__ = RankDropout
+        module.__dict__["group"] = group_of(group)
+        return
     hooks = _OnRankStream(group_of(group), always)
     module.register_forward_pre_hook(hooks.enter)
     module.register_forward_hook(hooks.leave, always_call=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autotp.comm import Group, simulate
+from autotp.comm import Group, group_of, simulate
 from autotp.diagnostic import UsageError
 from autotp.random import Streams, rank_stream, synchronize, use_rank_stream
 from tests.test_mappings import randn
@@ -84,9 +84,44 @@ def test_hooks_draw_only_in_training_and_survive_copies() -> None:
     assert torch.equal(a[1], b[1])
 
 
+def dropped(group: Group, how: str) -> list[Tensor]:
+    """A sharded dropout between two layers, in training: output, gradient, and what is drawn afterwards."""
+    torch.manual_seed(4)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5), nn.Dropout(0.5))
+    use_rank_stream(module[1], group)
+    use_rank_stream(module[4], group)
+    x = torch.ones(8, 4, requires_grad=True)
+    call = module if how == "eager" else torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(0)
+    y = call(x)
+    y.sum().backward()
+    return [y.detach(), x.grad, torch.rand(3), module.eval()(x).detach()]
+
+
+def dropped_on_a_rank(rank: int, size: int, how: str) -> list[Tensor]:
+    torch._dynamo.reset()
+    return dropped(group_of(None), how)
+
+
 @pytest.mark.slow
-def test_compiled_code_draws_as_eager_code_does() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+def test_compiled_code_draws_as_eager_code_does_in_one_graph(ranks) -> None:
+    eager, compiled = (ranks(2)(dropped_on_a_rank, how) for how in ("eager", "compiled"))
+    for a, b in zip(eager, compiled, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(compiled[0][0], compiled[1][0])  # the ranks draw apart
+    assert torch.equal(compiled[0][2], compiled[1][2])  # and the common stream stays common
+
+
+class Drawing(nn.Module):
+    """Drops out by a function, not by a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+@pytest.mark.slow
+def test_other_random_modules_break_the_graph_in_training_only() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Drawing())
     use_rank_stream(module[1])
     x = torch.ones(2, 4)
     with warnings.catch_warnings():

@@ -102,10 +102,11 @@ def _refuse_own_backward(model: nn.Module, proof: Proof) -> None:
 
 def _refuse_random(model: nn.Module, analysis: Analysis, group: Group) -> None:
     """A module that draws on each rank's own stream changes torch's random state around its forward."""
+    modules = {path: model.get_submodule(path) for path in analysis.random if group.size > 1}
     drawing = [
         path
-        for path in analysis.random
-        if group.size > 1 and (path in analysis.random_in_eval or model.get_submodule(path).training)
+        for path, module in modules.items()
+        if path in analysis.random_in_eval or (module.training and type(module) is not nn.Dropout)
     ]
     if drawing:
         raise _refuse(
