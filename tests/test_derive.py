@@ -280,6 +280,51 @@ def test_the_proof_has_the_last_word():
     assert all("its part of the whole needs" in d.message for d in told)
 
 
+class Nameless(nn.Module):
+    """A head called `output`, and a container of that name in each layer: patterns are read from the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"output": Block()}) for _ in range(2))
+        self.output = nn.Linear(24, 99)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer["output"](x)
+        return self.output(x)
+
+
+def test_what_no_pattern_names_stays_whole():
+    analysis = autotp.analyze(Nameless(), "auto", tp=2, inputs=SAMPLE)
+    assert analysis.ok and len(analysis.plan.rules) == 7
+    told = {d.module: d.message for d in analysis.diagnostics if d.code == "AT393"}
+    assert {*told} == {"output.weight"}
+    assert "no pattern names output without naming layers.0.output, too" in told["output.weight"]
+
+
+class Nested(nn.Module):
+    """A layer whose name is the end of another one's: that one gets `replicate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"fc1": nn.Linear(24, 24)})
+        self.norm = nn.LayerNorm(24)
+        self.fc1, self.fc2 = nn.Linear(24, 33), nn.Linear(33, 24)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(self.norm(self.inner["fc1"](x))).relu())
+
+
+def test_a_pattern_that_says_too_much_is_guarded():
+    analysis = autotp.analyze(Nested(), "auto", tp=2, inputs=SAMPLE)
+    assert analysis.ok
+    assert {key: rule.style for key, rule in analysis.plan.rules.items()} == {
+        "fc1": "column",
+        "fc2": "row",
+        "inner.fc1": "replicate",
+    }
+
+
 def test_nothing_to_shard_is_an_error():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
     with pytest.raises(autotp.PlanError) as refused:
@@ -328,6 +373,36 @@ def test_functional_weights():
         "fc1.bias": {"style": "column", "dim": 0},
     }
     assert autotp.verify(models.Functional(), "auto", tp=2, inputs=torch.randn(5, 7, 16)).ok
+
+
+class Product(nn.Linear):
+    """A linear layer by hand, as Falcon has it."""
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+class Falcon(nn.Module):
+    """Layers that are products by hand; what leaves the MLP is a sum that is then written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(Product(24, 33, bias=False), nn.GELU(), Product(33, 24, bias=False))
+        self.beside = nn.Linear(24, 24)
+
+    def forward(self, x):
+        out = self.mlp(x)
+        out += torch.tanh(self.beside(x))
+        return x + out
+
+
+def test_products_by_hand():
+    analysis = autotp.analyze(Falcon(), "auto", tp=2, inputs=SAMPLE)
+    assert {n: str(cut) for n, cut in analysis.layouts.items() if n.startswith("mlp")} == {
+        "mlp.0.weight": "shard(dim 0: 17+16 of 33)",
+        "mlp.2.weight": "shard(dim 1: 17+16 of 33)",
+    }
+    assert autotp.verify(Falcon(), "auto", tp=2, inputs=torch.randn(5, 7, 24)).ok
 
 
 # -- numbers

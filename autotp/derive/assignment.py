@@ -55,6 +55,17 @@ class Board:
         )
         return owner.path if layer else name
 
+    def unspeakable(self) -> dict[str, str]:
+        """The layers that no pattern names without naming a container, too, each with the container: a head
+        called `output` beside `layers.0.output`, since patterns are read from the end."""
+        ends: dict[str, str] = {}
+        for path in self.inventory.paths:
+            if path and path not in self.inventory.modules:
+                parts = path.split(".")
+                for start in range(len(parts)):
+                    ends.setdefault(".".join(parts[start:]), path)
+        return {path: ends[path] for path in self.inventory.modules if path in ends}
+
     def placed(self, key: str, rule: Rule, assignment: Assignment) -> Placed | Fault:
         """What a rule cuts of a module or tensor, among the others, or why it cannot."""
         beside = _beside(key, rule, assignment)

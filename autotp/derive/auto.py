@@ -73,7 +73,8 @@ def _whole(derived: Derived, stock: Inventory, tp: int) -> Plan:
     if not names:
         raise UsageError('plan "auto": the model has no matrix that could be sharded')
     board = Board(stock, tp)
-    rules = {board.key(name): Rule(style="replicate") for name in names}
+    nameless = board.unspeakable()
+    rules = {key: Rule(style="replicate") for key in map(board.key, names) if key not in nameless}
     return Plan(rules=patterns_of(rules, board))
 
 

@@ -62,7 +62,12 @@ def derive(
     them, and the reason if they stay whole, too. The same model gives the same rules on every rank. The
     plan is not proven here.
     """
-    return _Deriver(Board(inventory, tp), traces, forbidden or {}, beside or {}).run()
+    board = Board(inventory, tp)
+    named = {
+        path: Reason(path, 0, f"no pattern names {path} without naming {other}, too")
+        for path, other in board.unspeakable().items()
+    }
+    return _Deriver(board, traces, {**named, **(forbidden or {})}, beside or {}).run()
 
 
 class _Deriver:

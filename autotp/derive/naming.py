@@ -26,13 +26,15 @@ def plan_of(rules: Mapping[str, Rule], board: Board) -> Plan:
 
 def patterns_of(rules: Mapping[str, Rule], board: Board) -> dict[str, Rule]:
     """The rules by pattern, in the order of the names."""
-    names = list(dict.fromkeys([*filter(None, board.inventory.modules), *board.tensors]))
+    paths = filter(None, (*board.inventory.paths, *board.inventory.modules))
+    names = list(dict.fromkeys([*paths, *board.tensors]))
     found: dict[str, Rule] = {}
     for key, rule in rules.items():
         if any(matches(p, key) and r == rule for p, r in found.items() if _decides(p, key, found)):
             continue
         found[_pattern(key, rule, rules, names)] = rule
-    return _guarded(found, rules, names)
+    own = [name for name in names if name in board.inventory.modules or name in board.tensors]
+    return _guarded(found, rules, own)
 
 
 def _decides(pattern: str, key: str, found: Mapping[str, Rule]) -> bool:
@@ -54,18 +56,27 @@ def _pattern(key: str, rule: Rule, rules: Mapping[str, Rule], names: list[str]) 
             if tail[0] == "*" or all(part == "*" or part.isdigit() for part in tail):
                 continue
             pattern = ".".join(tail)
-            if all(rules.get(name) == rule for name in names if matches(pattern, name)):
+            if all(rules.get(other) == rule for other in names if matches(pattern, other)):
                 return pattern
     return key
 
 
 def _guarded(found: dict[str, Rule], rules: Mapping[str, Rule], names: list[str]) -> dict[str, Rule]:
-    """With `replicate` for each name that a pattern matches though it has no rule."""
+    """With `replicate` for each module and tensor that a pattern matches though it has no rule."""
     guarded = dict(found)
     for name in names:
-        decided = strongest(found, name)
-        if decided and name not in rules:
-            guarded[name] = Rule(style="replicate")
-        elif len(decided) > 1 or (decided and found[decided[0]] != rules[name]):
+        decided = strongest(guarded, name)
+        if not decided:
+            continue
+        if name not in rules:
+            if any(guarded[pattern].style != "replicate" for pattern in decided):
+                guarded[_unruled(name, rules, names)] = Rule(style="replicate")
+        elif len(decided) > 1 or guarded[decided[0]] != rules[name]:
             guarded[name] = rules[name]
     return guarded
+
+
+def _unruled(name: str, rules: Mapping[str, Rule], names: list[str]) -> str:
+    """A name with `*` for its numbers, where nothing alike has a rule."""
+    pattern = general(name)
+    return name if any(other in rules for other in names if matches(pattern, other)) else pattern

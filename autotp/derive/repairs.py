@@ -33,7 +33,7 @@ from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 __all__ = ["further", "repairs", "units_declared"]
 
 Grown = dict[str, Rule]
-WAYS = 4  # producers of one value that are tried
+WAYS = 6  # producers of one value that are tried
 BLOCK = 16  # bytes, of which a grouped product takes whole multiples
 
 
@@ -146,7 +146,8 @@ class _Repair:
                 return
 
     def _cut_behind(self, value: fx.Node) -> Iterator[Grown | None]:
-        for name in islice(producers(value, self.board), WAYS):
+        found = list(islice(producers(value, self.board), WAYS))
+        for name in sorted(found, key=lambda n: len(self.board.tensors[n].shape) < 2):  # vectors last
             key, kind = self.board.key(name), self.board.owner(name).kind
             if key in self.assignment:
                 continue
@@ -317,6 +318,8 @@ def _options(shard: Shard, size: int) -> Mapping[str, object]:
     pieces = shard.pieces(size)
     units = {deal.declared for _, deal in pieces if deal is not None}
     heads = next(iter(units)) if len(units) == 1 else None
+    if heads is not None and any(length % heads for length, _ in pieces):
+        heads = None  # units of what it was cut from
     sizes = [n for n, _ in pieces]
     sections = None if len(sizes) == 1 else len(sizes) if len(set(sizes)) == 1 else tuple(sizes)
     return {"sections": sections, "heads": None if heads == sizes[0] else heads}

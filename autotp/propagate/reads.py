@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from autotp.match import Matches
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard, is_whole
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard, is_whole
 from autotp.propagate.call import Call, Conflict, with_gradient
+from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.flexible import Grant, grantable
 
 __all__ = ["Read", "held_reads", "solve"]
@@ -207,6 +208,8 @@ class _Solver:
         item = 0
         if value.target is operator.getitem:
             value, item = value.args  # type: ignore[assignment]
+        if isinstance(layout, Partial) and self.bind(value).name in CONTRACTIONS:
+            return None  # a bias is shared where it is read, not the weight of a product
         copies = self._copies(value, value.all_input_nodes)
         if grantable(self.bind(value), layout):
             return [Grant(value, layout), *(r for reads in copies.values() for r in reads)]

@@ -79,6 +79,7 @@ def main() -> None:
     chosen = parser.parse_args()
     CACHE.mkdir(exist_ok=True)
     state, results = sources(), []
+    attempt("llama", 2)  # what torch imports and fills once is then there in every process
     for tp in chosen.tp:
         for kind in chosen.only or architectures():
             result = known(kind, tp, None if chosen.keep else state)
