@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import autotp
 from autotp.trace import capture as routes
 from autotp.trace import recorder
 from autotp.trace.capture import capture
@@ -137,3 +138,32 @@ def test_experts_of_dbrx_are_opaque():
     trace = capture(model, (), architectures.inputs(model))
     assert trace.opaque == ("transformer.blocks.0.ffn.experts", "transformer.blocks.1.ffn.experts")
     assert trace.calls["transformer.blocks.1.norm_attn_norm.attn.Wqkv"] == 1
+
+
+def minilm():
+    from transformers import AutoModel
+
+    from tests.checkpoints import minilm_folder
+
+    return AutoModel.from_pretrained(minilm_folder()), None
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: (models.MLP(), torch.randn(5, 16)),
+        pytest.param(lambda: (architectures.build("llama"), None), marks=pytest.mark.slow),
+        pytest.param(minilm, marks=pytest.mark.slow),
+    ],
+    ids=["mlp", "llama", "minilm"],
+)
+def test_proofs_on_the_route_of_export(build, monkeypatch):
+    """Everything is proven as it is on the recorder's route, but what export cannot run: no cache, no run time."""
+    monkeypatch.setattr(recorder, "MISSING", "gone")
+    model, inputs = build()
+    plan = {"fc1": "column", "fc2": "row"} if inputs is not None else None
+    analysis = autotp.analyze(model, plan, tp=2, inputs=inputs)
+    assert analysis.ok and analysis.certainty == "layouts" and {"eval", "train"} <= set(analysis.modes)
+    assert not any("run time" in mode or mode == "decode" for mode in analysis.modes)
+    wrong = {"fc1": "column"} if inputs is not None else {"q_proj": "column", "self.query": "column"}
+    assert not autotp.analyze(model, wrong, tp=2, inputs=inputs).ok

@@ -173,10 +173,10 @@ class _Watch:
             _border(path, call - 1, "entered", (args, kwargs))
             try:
                 if before is not None:
-                    args = tuple(_replaced(a, b) for a, b in _aside(before, path, args))
+                    args = tuple(_replaced(a, b) for a, b in _aside(lambda v: before(path, v), args))
                 out = inner(*args, **kwargs)
                 if after is not None:
-                    out = _replaced(*next(iter(_aside(after, path, out))))
+                    (out,) = (_replaced(a, b) for a, b in _aside(lambda v: (after(path, v[0]),), (out,)))
                 _border(path, call - 1, "left", out)
                 if not path:
                     self.returned = numbers_in(out)
@@ -197,11 +197,10 @@ def _border(path: str, call: int, kind: str, value: Any) -> None:
         torch.ops.autotp.note(tensor, json.dumps([kind, path, call, name]))
 
 
-def _aside(boundary: Boundary, path: str, value: Any) -> Iterator[tuple[Any, Any]]:
-    """Each tensor of `value`, with the shape that the boundary gives it. The boundary runs in a thread of
-    its own, where nothing is exported, on tensors that are only like the real ones."""
-    several = isinstance(value, tuple)
-    values = value if several else (value,)
+def _aside(boundary: Callable[[tuple[Any, ...]], Any], values: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    """Each value, with the shape that the boundary gives it where it is a tensor and gets another. The
+    boundary runs in a thread of its own, where nothing is exported, on tensors that are only like the real
+    ones."""
     likes = [(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for v in values]
     answer: list[Any] = []
 
@@ -211,7 +210,7 @@ def _aside(boundary: Boundary, path: str, value: Any) -> Iterator[tuple[Any, Any
             for k, v in zip(likes, values, strict=True)
         ]
         try:
-            answer.append(boundary(path, tuple(made) if several else made[0]))
+            answer.append(boundary(tuple(made)))
         except Exception as error:
             answer.append(error)
 
@@ -220,7 +219,7 @@ def _aside(boundary: Boundary, path: str, value: Any) -> Iterator[tuple[Any, Any
     thread.join()
     if isinstance(answer[0], Exception):
         raise answer[0]
-    replaced = [None] * len(values) if answer[0] is None else answer[0] if several else [answer[0]]
+    replaced = [None] * len(values) if answer[0] is None else answer[0]
     for old, new in zip(values, replaced, strict=True):
         changed = isinstance(new, torch.Tensor) and tuple(new.shape) != tuple(old.shape)
         yield old, tuple(new.shape) if changed else None
