@@ -158,7 +158,7 @@ def minilm():
     ids=["mlp", "llama", "minilm"],
 )
 def test_proofs_on_the_route_of_export(build, monkeypatch):
-    """Everything is proven as it is on the recorder's route, but what export cannot run: no cache, no run time."""
+    """All is proven as on the recorder's route, but what export cannot run: no cache, no run time."""
     monkeypatch.setattr(recorder, "MISSING", "gone")
     model, inputs = build()
     plan = {"fc1": "column", "fc2": "row"} if inputs is not None else None
