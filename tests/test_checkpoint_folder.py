@@ -11,6 +11,7 @@ from autotp.checkpoint.folder import open_folder, regular_file
 from autotp.diagnostic import CheckpointError
 from tests.checkpoints import random_tensor, safetensors_bytes, write_checkpoint
 
+OTHERS = "pytorch_model.bin, consolidated.00.pth, mp_rank_00"
 TENSORS = {f"layers.{i}.weight": random_tensor("F32", (2, 2), i) for i in range(5)}
 INDEX = "model.safetensors.index.json"
 
@@ -51,13 +52,13 @@ def test_any_single_file_is_taken_but_two_are_not(tmp_path):
     assert set(open_folder(tmp_path).tensors()) == set(TENSORS)
     (tmp_path / "b.safetensors").write_bytes(safetensors_bytes(TENSORS))
     assert refusal(tmp_path) == (
-        f"{tmp_path}: holds no checkpoint: looked for {INDEX}, model.safetensors and one *.safetensors; "
-        "found a.safetensors, b.safetensors"
+        f"{tmp_path}: holds no checkpoint: looked for {INDEX}, model.safetensors, one *.safetensors, "
+        f"{OTHERS}; found a.safetensors, b.safetensors"
     )
 
 
 def test_an_empty_folder_names_what_was_looked_for(tmp_path):
-    tried = f"looked for {INDEX}, model.safetensors and one *.safetensors"
+    tried = f"looked for {INDEX}, model.safetensors, one *.safetensors, {OTHERS}"
     assert refusal(tmp_path) == f"{tmp_path}: holds no checkpoint: {tried}; found none"
     (tmp_path / "weights.bin").touch()
     assert refusal(tmp_path) == f"{tmp_path}: holds no checkpoint: {tried}; found weights.bin"
@@ -138,7 +139,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_for_that(tmp_path, monkeypatc
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "config.json").write_text(config)
     monkeypatch.setattr(os, "walk", lambda *args: pytest.fail("walked through the folder"))
-    tried = f"looked for {INDEX}, model.safetensors and one *.safetensors"
+    tried = f"looked for {INDEX}, model.safetensors, one *.safetensors, {OTHERS}"
     assert refusal(tmp_path) == f"{tmp_path}: holds no checkpoint: {tried}; found none"
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}')
     assert refusal(tmp_path) == f"{tmp_path / INDEX}: 1 of its 1 files are missing: x.safetensors"

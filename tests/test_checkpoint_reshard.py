@@ -4,6 +4,7 @@ import pytest
 
 from autotp.checkpoint import convert, merge, reshard
 from autotp.diagnostic import CheckpointError, PlanError
+from autotp.header import read_header
 from tests.checkpoints import llama, random_tensor, tree, write_checkpoint
 
 
@@ -22,6 +23,25 @@ def test_two_three_eight_one(tmp_path):
         assert dict(written.files) == there
         before = tp
     merge(tmp_path / "tp1", tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(source)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_of_99_is_never_padded(tmp_path, tied):
+    """E2: over 1, 2, 4 and 1 ranks again, the rows are the 99 that there were."""
+    tensors, config = llama(hidden=24, heads=4, kv=4, inter=36, vocab=99, tied=tied)
+    source = write_checkpoint(tmp_path / "in", tensors, config=config)
+    convert(source, tmp_path / "0", tp=1, check="shapes")
+    for step, tp in enumerate((2, 4, 1)):
+        reshard(tmp_path / str(step), tmp_path / str(step + 1), tp=tp, check="shapes")
+        names = ["model.embed_tokens.weight"] + ([] if tied else ["lm_head.weight"])
+        for name in names:
+            rows = [
+                read_header(home / "model.safetensors").tensors[name].shape[0]
+                for home in sorted((tmp_path / str(step + 1)).glob("rank-*"))
+            ]
+            assert rows == [99 // tp + (rank < 99 % tp) for rank in range(tp)]
+    merge(tmp_path / "3", tmp_path / "back")
     assert tree(tmp_path / "back") == tree(source)
 
 

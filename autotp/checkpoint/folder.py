@@ -44,6 +44,7 @@ MANIFEST = "autotp.json"
 JOURNAL = ".autotp-journal.jsonl"  # of a run that has not ended: no file of that name travels along
 PART = "autotp"  # the key in the metadata of a file that holds one rank's part
 RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
+FORMS = (INDEX, SINGLE, "one *.safetensors", "pytorch_model.bin", "consolidated.00.pth", "mp_rank_00")
 ODD_NAME = "it has a backslash, a control character or bytes that are no UTF-8; rename it"
 LARGEST_JSON = 200_000_000  # bytes of an index, a config or a manifest
 LARGEST_COMPANION = 64 << 20  # bytes
@@ -114,7 +115,7 @@ def _weights(path: Path) -> tuple[tuple[Header, ...], bytes | None]:
     single = sorted(path.glob("*.safetensors"))
     if len(single) != 1:
         found = f"found {', '.join(file.name for file in single)}" if single else _others(path)
-        _refuse(path, f"holds no checkpoint: looked for {INDEX}, {SINGLE} and one *.safetensors; {found}")
+        _refuse(path, f"holds no checkpoint: looked for {', '.join(FORMS)}; {found}")
     if not is_plain_name(single[0].name):
         _refuse(path, f"the name {single[0].name!r} cannot be kept: {ODD_NAME}")
     return (read_header(_inside(path, single[0].name)),), None
