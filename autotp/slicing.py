@@ -105,7 +105,7 @@ def merge(parts: Sequence[Any], shard: Shard, *, check: bool = False) -> Any:
         for rank, part in enumerate(parts):
             kept = take(whole, shard, rank)
             if not bool((_bits(kept) == _bits(part)).all()):
-                largest = float(abs(kept - _plain(part)).max())
+                largest = _largest_difference(kept, _plain(part))
                 raise CheckpointError(
                     f"rank {rank}'s copy of what several ranks hold differs from the first holder's: "
                     f"largest difference {largest:g}"
@@ -263,6 +263,18 @@ def _empty(like: Any, shape: tuple[int, ...]) -> Any:
 def _plain(array: Any) -> Any:
     """The values alone: a torch tensor without its history."""
     return array.detach() if hasattr(array, "detach") else array
+
+
+def _largest_difference(one: Any, other: Any) -> float:
+    """How far two arrays of any dtype are apart; unsigned numbers and truth values do not wrap around."""
+    if hasattr(one, "detach"):
+        torch = sys.modules["torch"]
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        return float((one.to(wide) - other.to(wide)).abs().nan_to_num().max())
+    import numpy
+
+    wide = numpy.complex128 if one.dtype.kind == "c" else numpy.float64
+    return float(numpy.nan_to_num(abs(one.astype(wide) - other.astype(wide))).max())
 
 
 def _bits(array: Any) -> Any:

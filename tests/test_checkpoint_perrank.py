@@ -169,6 +169,22 @@ def test_biases_of_row_layers_whole_or_parts_of_a_sum(tmp_path):
     assert_equal(there_and_back(tmp_path / "again", 1), first)  # 2 -> 1 -> 2, bit for bit
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.complex64, torch.int64]
+)
+def test_copies_of_any_dtype_that_differ(tmp_path, dtype):
+    for rank in (0, 1):
+        tensors = {
+            "up.weight": torch.zeros(2, 2),
+            "other": torch.tensor([1, rank]).to(dtype),
+            "n": torch.tensor(7),
+        }
+        (tmp_path / "in" / f"rank_{rank}").mkdir(parents=True)
+        torch.save(tensors, tmp_path / "in" / f"rank_{rank}" / "model.pt")
+    with pytest.raises(CheckpointError, match=r"tensor 'other' differs from .*: largest difference 1$"):
+        convert(tmp_path / "in", tmp_path / "out", plan={"up": "column"}, tp=2, check="shapes")
+
+
 def test_summed_is_for_files_of_ranks(tmp_path):
     (tmp_path / "in").mkdir()
     save_file(whole_model(), tmp_path / "in" / "model.safetensors")

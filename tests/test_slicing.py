@@ -180,6 +180,26 @@ def test_differing_copies_are_named_with_the_largest_difference():
 
 
 @pytest.mark.parametrize(
+    ("values", "wrong", "apart"),
+    [
+        (np.array([1, 2, 3, 4], np.uint8), 255, 251),
+        (np.array([True, False, True, True]), False, 1),
+        (np.array([1j, 2, 3, 4j]), 4j + 0.5, 0.5),
+        (torch.tensor([1, 2, 3, 4], dtype=torch.uint8), 255, 251),
+        (torch.tensor([True, False, True, True]), False, 1),
+        (torch.tensor([1, 2, 3, 4.0]).to(torch.float8_e4m3fn), 3.5, 0.5),
+        (torch.tensor([1, 2, 3, 4.0]).to(torch.complex64), 4 + 0.5j, 0.5),
+    ],
+)
+def test_the_difference_of_copies_of_any_dtype(values, wrong, apart):
+    shard = Shard(0, sections=((2, deal(2, 2)), (2, None)))
+    parts = split(values, shard)
+    parts[1][2] = wrong
+    with pytest.raises(CheckpointError, match=rf"largest difference {apart:g}$"):
+        merge(parts, shard, check=True)
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (

@@ -94,7 +94,8 @@ def check_equal(name: str, parts: Sequence[torch.Tensor], files: Sequence[Path],
                 f"{file}: tensor {name!r} is {here}, and {there} in {_told(files[0], file)}{help}"
             )
         if not same_bits(part, first):
-            apart = float((part.double() - first.double()).abs().nan_to_num().max())
+            wide = torch.complex128 if part.is_complex() else torch.float64
+            apart = float((part.to(wide) - first.to(wide)).abs().nan_to_num().max())
             raise CheckpointError(
                 f"{file}: tensor {name!r} differs from that of {_told(files[0], file)}: "
                 f"largest difference {apart:g}{help}"
