@@ -78,7 +78,7 @@ def train(model, optimizer, steps):
 def whole(model):
     memory = sharded(model)
     named = dict(model.named_parameters())
-    return {name: t.clone() for name, t in full_tensors(named, memory.layouts, memory.group)}
+    return {name: t.clone() for name, t in full_tensors(named, memory.layouts, memory.group, {})}
 
 
 MODELS = {"mlp": (MLP, PLAN), "fused": (Attention, FUSED)}
@@ -175,3 +175,16 @@ def test_what_does_not_fit_is_named(tmp_path):
     missing = tmp_path / "nowhere" / "o.safetensors"
     message = refusal(CheckpointError, lambda: save_optimizer(model, OPTIMIZERS["plain"](model), missing))
     assert message.endswith("cannot be written: No such file or directory")
+
+
+def test_state_that_has_drifted_apart_is_not_saved(tmp_path):
+    def run(group):
+        model = autotp.shard(mlp(), PLAN, group, check="shapes")
+        optimizer = OPTIMIZERS["adamw"](model)
+        train(model, optimizer, range(1))
+        optimizer.state[model.fc2.bias]["exp_avg"] += group.rank
+        save_optimizer(model, optimizer, tmp_path / "o.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"tensor 'fc2.bias:exp_avg' is not the same on ranks 0 and 1"):
+        simulate(2, run)
+    assert os.listdir(tmp_path) == []

@@ -145,10 +145,34 @@ def test_ranks_that_have_drifted_apart(tmp_path):
         save_pretrained(model, tmp_path / "out")
 
     message = refusal(CheckpointError, lambda: simulate(2, run))
-    assert (
-        message == f"{tmp_path / 'out'}: tensors that every rank holds differ: the ranks have drifted apart"
+    assert message == (
+        f"{tmp_path / 'out'}: tensor 'model.norm.weight' is not the same on ranks 0 and 1: they have "
+        "drifted apart"
     )
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_shared_copies_that_have_drifted_apart(tmp_path):
+    """One kv head that two ranks share is one tensor: a save does not choose between its copies."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | {"num_attention_heads": 6, "num_key_value_heads": 1})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
+
+    def run(group, drift):
+        model = from_pretrained(tmp_path / "in", mesh=group, check="shapes")
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight[1, 2] += drift * group.rank
+        save_pretrained(model, tmp_path / "out")
+
+    message = refusal(CheckpointError, lambda: simulate(2, lambda group: run(group, 0.5)))
+    assert message.startswith(
+        "tensor 'model.layers.0.self_attn.k_proj.weight': rank 1's copy of what several ranks hold differs "
+        "from the first holder's: largest difference 0.5"
+    )
+    assert os.listdir(tmp_path) == ["in"]
+    simulate(2, lambda group: run(group, 0.0))
+    there, back = (load_file(tmp_path / at / "model.safetensors") for at in ("in", "out"))
+    assert all(torch.equal(back[name], there[name]) for name in there)
 
 
 def save_on_first_rank_only(rank, size, folder):

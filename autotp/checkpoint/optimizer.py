@@ -20,7 +20,7 @@ from torch import nn
 
 from autotp.checkpoint.fit import DTYPES, NAMES
 from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local
-from autotp.checkpoint.save import ALL_CALL, SLOWEST_SAVE, full_tensors, whole_shape
+from autotp.checkpoint.save import ALL_CALL, SLOWEST_SAVE, check_equal, full_tensors, whole_shape
 from autotp.checkpoint.together import together
 from autotp.checkpoint.write import create, write_exactly
 from autotp.comm import Group, GroupOfOne
@@ -53,22 +53,44 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
     }
     raw, starts = encode_header(described, {"format": "pt", "groups": settings})
     size = len(raw) + sum(nbytes for _, _, nbytes in described.values())
-    aside, failure = path.with_name(f".{path.name}.autotp-partial"), None
-    with together(group, timeout=SLOWEST_SAVE), ExitStack() as stack:
-        fd = create(aside, raw, size) if group.rank == 0 else -1
+    aside = path.with_name(f".{path.name}.autotp-partial")
+    try:
+        with together(group, timeout=SLOWEST_SAVE):
+            digests = _write(aside, raw, size, named, cuts, starts, group)
+        check_equal(path, group, digests)
+        with together(group, timeout=SLOWEST_SAVE):
+            if group.rank == 0:
+                os.replace(aside, path)
+    finally:
+        if group.rank == 0:
+            aside.unlink(missing_ok=True)
+
+
+def _write(
+    path: Path,
+    raw: bytes,
+    size: int,
+    named: Mapping[str, torch.Tensor],
+    cuts: Mapping[str, Shard],
+    starts: Mapping[str, int],
+    group: Group,
+) -> dict[str, str]:
+    """Rank 0 writes every whole tensor; the digests of those that are whole on every rank."""
+    failure: CheckpointError | None = None
+    digests: dict[str, str] = {}
+    with ExitStack() as stack:
+        fd = create(path, raw, size) if group.rank == 0 else -1
         if group.rank == 0:
             stack.callback(os.close, fd)
-        for key, whole in full_tensors(named, cuts, group):
+        for key, whole in full_tensors(named, cuts, group, digests):
             if group.rank == 0 and failure is None and whole.numel():
                 try:
-                    write_exactly(fd, aside, whole.reshape(-1).view(torch.uint8).numpy(), starts[key])
+                    write_exactly(fd, path, whole.reshape(-1).view(torch.uint8).numpy(), starts[key])
                 except CheckpointError as error:  # the others are inside a gather: go on, tell them after
                     failure = error
-        if failure is not None:
-            os.unlink(aside)
-            raise failure
-        if group.rank == 0:
-            os.replace(aside, path)
+    if failure is not None:
+        raise failure
+    return digests
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str | Path) -> None:

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import nn
 
+from autotp.checkpoint.digest import new_digest
 from autotp.checkpoint.fit import NAMES, slots_of
 from autotp.checkpoint.folder import INDEX, SINGLE
 from autotp.checkpoint.staging import Staging, check_target
@@ -24,7 +24,7 @@ from autotp.header import encode_header
 from autotp.placement import Shard
 from autotp.slicing import merge
 
-__all__ = ["full_tensors", "save_pretrained", "whole_shape"]
+__all__ = ["check_equal", "full_tensors", "save_pretrained", "whole_shape"]
 
 LARGEST_FILE = 5_000_000_000  # bytes of tensors, as transformers splits
 ALL_CALL = 20.0  # seconds that ranks wait for one that does not call
@@ -62,12 +62,12 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int =
     aliases = {other: first for names in slots for first, *others in [list(names)] for other in others}
     shapes = {name: whole_shape(tensor, layouts.get(name), group) for name, tensor in named.items()}
     files = _files(named, shapes, largest_file)
-    digest = xxhash.xxh3_128()
+    digests: dict[str, str] = {}
     with ExitStack() as stack:
         with together(group, timeout=SLOWEST_SAVE):
             writer = _Writer(target, files, named, shapes, aliases, stack) if group.rank == 0 else None
             failure: Exception | None = None
-            for name, whole in full_tensors(named, layouts, group, digest):
+            for name, whole in full_tensors(named, layouts, group, digests):
                 if writer is not None and failure is None:
                     try:
                         writer.write(name, whole)
@@ -75,11 +75,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int =
                         failure = error
             if failure is not None:
                 raise failure
-        equal = [theirs == digest.hexdigest() for theirs in group.exchange(digest.hexdigest())]
-        if not all(equal):  # so on every rank: there is nothing to tell the others
-            raise CheckpointError(
-                f"{target}: tensors that every rank holds differ: the ranks have drifted apart"
-            )
+        check_equal(target, group, digests)
         with together(group, timeout=SLOWEST_SAVE):
             if writer is not None:
                 writer.finish(model)
@@ -89,24 +85,49 @@ def full_tensors(
     named: Mapping[str, torch.Tensor],
     layouts: Mapping[str, Shard],
     group: Group,
-    digest: xxhash.xxh3_128 | None = None,
+    digests: dict[str, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole of every tensor, in turn, on every rank; all ranks must iterate to the end.
 
-    `digest` takes in the bytes of the tensors that are whole on every rank.
+    `digests` takes in those of the tensors that are whole on every rank, for `check_equal` at the end. Copies
+    of what some ranks hold (kv heads) are compared at once: CheckpointError, on every rank.
     """
     for name, tensor in named.items():
         local, shard = tensor.detach(), layouts.get(name)
         if shard is None or group.size == 1:
             whole = local.cpu().contiguous()
-            if digest is not None and whole.numel():
+            digest = new_digest("xxh3")
+            if whole.numel():
                 digest.update(whole.reshape(-1).view(torch.uint8).numpy().data)
+            digests[name] = digest.hexdigest()
         else:
             size = whole_shape(local, shard, group)[shard.dim]
             sizes = [shard.local_size(size, rank) for rank in range(group.size)]
             every = group.all_gather(local, shard.dim, sizes).cpu()
-            whole = merge(torch.split(every, sizes, shard.dim), shard)
+            try:
+                whole = merge(torch.split(every, sizes, shard.dim), shard, check=_held_twice(shard))
+            except CheckpointError as error:
+                raise CheckpointError(f"tensor {name!r}: {error}; they have drifted apart") from None
         yield name, whole
+
+
+def check_equal(target: Path, group: Group, digests: Mapping[str, str]) -> None:
+    """Raise CheckpointError, on every rank, where what is whole on every rank is not the same."""
+    for rank, theirs in enumerate(group.exchange(dict(digests))):
+        differs = [name for name, digest in digests.items() if theirs[name] != digest]
+        if differs:
+            more = f" and {len(differs) - 1} more" if len(differs) > 1 else ""
+            first, second = sorted((group.rank, rank))
+            raise CheckpointError(
+                f"{target}: tensor {differs[0]!r}{more} is not the same on ranks {first} and {second}: "
+                "they have drifted apart"
+            )
+
+
+def _held_twice(shard: Shard) -> bool:
+    """Whether several ranks hold the same part of a tensor."""
+    deals = [shard.deal] if shard.sections is None else [deal for _, deal in shard.sections]
+    return any(deal is None or deal.shared for deal in deals)
 
 
 class _Writer:
