@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--only", nargs="+", default=None)
     parser.add_argument("--keep", action="store_true", help="take results of older sources, too")
+    parser.add_argument("--known", action="store_true", help="write the page of the results there are")
     parser.add_argument(
         "--again", nargs="+", default=[], help="try results that ended so anew: refused wrong"
     )
@@ -79,10 +80,13 @@ def main() -> None:
     chosen = parser.parse_args()
     CACHE.mkdir(exist_ok=True)
     state, results = sources(), []
-    attempt("llama", 2)  # what torch imports and fills once is then there in every process
+    if not chosen.known:
+        attempt("llama", 2)  # what torch imports and fills once is then there in every process
     for tp in chosen.tp:
         for kind in chosen.only or architectures():
-            result = known(kind, tp, None if chosen.keep else state)
+            result = known(kind, tp, None if chosen.keep or chosen.known else state)
+            if result is None and chosen.known:
+                continue
             if result is None or result.end in chosen.again:
                 result = tried(kind, tp)
                 data = {"state": state, "result": result.to_data()}
