@@ -35,6 +35,7 @@ bench: $(READY)
 	$(RUN) -m benchmarks.checkpoint
 	$(RUN) -m benchmarks.load
 	$(RUN) -m benchmarks.analyze
+	$(RUN) -m benchmarks.derive
 	$(RUN) -m benchmarks.layers
 	$(RUN) -m benchmarks.llama
 

@@ -219,6 +219,30 @@ def test_fused_gate():
     }
 
 
+class OneKeyHead(nn.Module):
+    """Queries, one key head and one value head in one layer, as GPTBigCode has them."""
+
+    def __init__(self, heads=6, size=4):
+        super().__init__()
+        self.sizes, self.size = (heads * size, size, size), size
+        self.qkv, self.out = nn.Linear(24, sum(self.sizes)), nn.Linear(heads * size, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_section_that_every_rank_has():
+    found, _ = _found(OneKeyHead(), inputs=SAMPLE)
+    rule = found.rules["qkv"]
+    assert rule.sections == (24, 4, 4) and rule.heads[1:] == (1, 1)
+    for tp in (2, 4):
+        result = autotp.verify(OneKeyHead(), "auto", tp=tp, inputs=torch.randn(5, 7, 24))
+        assert result.ok and result.state_dict_equal
+
+
 def test_experts_are_cut_inside_each_expert():
     found, _ = _found(architectures.build("mixtral"))
     experts = {k.rpartition(".")[2]: rule.to_data() for k, rule in found.rules.items() if "experts" in k}

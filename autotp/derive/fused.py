@@ -18,7 +18,16 @@ from autotp.plan import Rule
 from autotp.propagate.call import Value
 from autotp.propagate.engine import arguments_of, op_name
 
-__all__ = ["Form", "cuts_of", "dealt", "forms_of_view", "heads_seen", "refined"]
+__all__ = [
+    "Form",
+    "cuts_of",
+    "dealt",
+    "forms_of_view",
+    "heads_seen",
+    "refined",
+    "sizes_of",
+    "with_whole_sections",
+]
 
 Form = tuple[int | None, int | None]  # equal sections, units of each
 MOST_SECTIONS = 8
@@ -42,19 +51,40 @@ def forms_of_view(node: fx.Node, value: Value) -> Iterator[Form]:
         yield landing[0], None
 
 
+def sizes_of(rule: Rule, size: int) -> list[int]:
+    """The sizes of a rule's sections of a dim."""
+    if isinstance(rule.sections, tuple):
+        return [int(section) for section in rule.sections]
+    number = rule.sections or 1
+    return [size // number] * number
+
+
 def dealt(rule: Rule, size: int, width: int) -> Rule | None:
-    """A rule that deals units of `width` elements, in each of its sections; None where they do not fit."""
-    sections = rule.sections
-    sizes = (
-        [size] if sections is None else [size // sections] * sections if isinstance(sections, int) else None
-    )
-    if sizes is None:
-        sizes = [int(n) for n in sections] if isinstance(sections, tuple) else []
-    if width < 1 or any(n % width for n in sizes):
-        return None
-    heads = [n // width for n in sizes]
+    """A rule that deals units of `width` elements, in each of its sections; None where they do not fit.
+
+    A section that is whole on every rank, or has smaller units, stays as it is.
+    """
+    sizes = sizes_of(rule, size)
+    had = rule.heads if isinstance(rule.heads, tuple) else (None,) * len(sizes)
+    heads: list[int] = []
+    for length, number in zip(sizes, had, strict=True):
+        if isinstance(number, int) and (number == 1 or length % max(width, 1)):
+            heads.append(number)
+        elif width < 1 or length % width:
+            return None
+        else:
+            heads.append(length // width)
     given = heads[0] if len(set(heads)) == 1 else tuple(heads)
     return rule.model_copy(update={"heads": given})
+
+
+def with_whole_sections(rule: Rule, size: int, whole: int) -> Rule | None:
+    """A rule whose sections of `whole` elements are on every rank: one head for all. None without them."""
+    sizes = sizes_of(rule, size)
+    if rule.heads is not None or whole not in sizes or len(set(sizes)) == 1:
+        return None
+    heads = tuple(1 if length == whole else length for length in sizes)
+    return rule.model_copy(update={"heads": heads})
 
 
 def cuts_of(node: fx.Node, value: Value) -> list[int]:

@@ -22,7 +22,15 @@ from typing import Any
 from torch import fx
 
 from autotp.derive.assignment import Assignment, Board
-from autotp.derive.fused import Form, cuts_of, dealt, forms_of_view, refined
+from autotp.derive.fused import (
+    Form,
+    cuts_of,
+    dealt,
+    forms_of_view,
+    refined,
+    sizes_of,
+    with_whole_sections,
+)
 from autotp.derive.producers import parts, producers
 from autotp.derive.trial import Outcome
 from autotp.placement import Partial, Shard
@@ -111,6 +119,8 @@ class _Repair:
             yield from self._turned()
         elif code == "AT318":
             yield from self._blocks()
+        if code in ("AT303", "AT305", "AT307", "AT310"):
+            yield from self._whole_sections()
 
     # -- another module or tensor takes part
 
@@ -233,6 +243,22 @@ class _Repair:
                 grown = self._replaced(grown, key, finer)
         return grown
 
+    def _whole_sections(self) -> Iterator[Grown | None]:
+        """Some sections of a fused layer may be for all ranks: one key and value head, B and C of a group."""
+        fused = {
+            key: next(self.board.tensors[n].shape[cut.dim] for n, cut in placed.layouts.items())
+            for key, placed in self.propagation.matches.placed.items()
+            if isinstance(self.assignment[key].sections, tuple) and placed.layouts
+        }
+        sizes = {n for key, size in fused.items() for n in sizes_of(self.assignment[key], size)}
+        for whole in sorted(sizes):
+            grown: Grown | None = dict(self.assignment)
+            for key, size in fused.items():
+                changed = with_whole_sections(self.assignment[key], size, whole)
+                if changed is not None:
+                    grown = self._replaced(grown, key, changed)
+            yield grown
+
     def _alike(self) -> Iterator[Grown | None]:
         """Two values that are cut differently: one takes the units of the other."""
         cut = [v for v in self.conflict.blame if v.shard is not None]
@@ -240,6 +266,8 @@ class _Repair:
             keys, theirs = self._keys(one), self._keys(other)
             for source in theirs:
                 rule = self.assignment[source]
+                if isinstance(rule.heads, tuple) and any(self._size(k) != self._size(source) for k in keys):
+                    continue  # numbers for other sections
                 grown: Grown | None = dict(self.assignment)
                 for key in keys:
                     changed: dict[str, Any] = {"heads": rule.heads}
