@@ -39,25 +39,28 @@ class _CutEmbedding(nn.Embedding):
     init_method: InitMethod | None = None
     master_weight: Tensor | None = None
 
-    def _build(
+    cut_dim: int
+    """The dim of the table that is dealt to the ranks."""
+
+    def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
         *,
-        dim: int,
-        init_method: InitMethod,
-        keep_master_weight_for_test: bool,
-        group: Group,
-        device: Any,
-        dtype: torch.dtype | None,
+        init_method: InitMethod = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+        group: Mesh = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        layer, sizes = type(self).__name__, (num_embeddings, embedding_dim)
+        layer, sizes, dim = type(self).__name__, (num_embeddings, embedding_dim), self.cut_dim
+        group = group_of(group)
         shard = shard_of(layer, ("num_embeddings", "embedding_dim")[dim], dim, sizes[dim], group.size)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise UsageError(f"{layer}: padding_idx={padding_idx} is outside num_embeddings={num_embeddings}")
@@ -120,6 +123,7 @@ class VocabParallelEmbedding(_CutEmbedding):
     torch.Size([1, 2, 4])
     """
 
+    cut_dim = 0
     start: int
     check_ids: bool
     reduce_output: bool = True
@@ -142,7 +146,7 @@ class VocabParallelEmbedding(_CutEmbedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._build(
+        super().__init__(
             num_embeddings,
             embedding_dim,
             padding_idx,
@@ -150,10 +154,9 @@ class VocabParallelEmbedding(_CutEmbedding):
             norm_type,
             scale_grad_by_freq,
             sparse,
-            dim=0,
             init_method=init_method,
             keep_master_weight_for_test=keep_master_weight_for_test,
-            group=group_of(group),
+            group=group,
             device=device,
             dtype=dtype,
         )
@@ -242,37 +245,7 @@ class ParallelEmbedding(_CutEmbedding):
     torch.Size([1, 2, 4])
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        *,
-        init_method: InitMethod = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-        group: Mesh = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._build(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            dim=1,
-            init_method=init_method,
-            keep_master_weight_for_test=keep_master_weight_for_test,
-            group=group_of(group),
-            device=device,
-            dtype=dtype,
-        )
+    cut_dim = 1
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
