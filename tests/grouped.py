@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PATHS", "SIZES", "Grouped", "plan"]
+__all__ = ["PATHS", "SIZES", "Grouped", "Mixer", "Packed", "attend", "mixer_plan", "plan"]
 
 # (query heads, kv heads, ranks)
 SIZES = [(6, 3, 2), (2, 1, 2), (6, 2, 4), (4, 1, 3), (8, 2, 4), (14, 2, 4), (6, 3, 4)]
@@ -69,3 +69,67 @@ def attend(q: Tensor, k: Tensor, v: Tensor, path: str) -> Tensor:
         return (scores @ v.unsqueeze(2)).flatten(1, 2)
     scores = torch.einsum("bunsd,butd->bunst", q, k).mul(k.shape[-1] ** -0.5).softmax(-1)
     return torch.einsum("bunst,butd->bunsd", scores, v).flatten(1, 2)
+
+
+class Packed(nn.Module):
+    """Queries and one kv head in one layer, q|k|v; taken apart from the end, where k and v stand."""
+
+    def __init__(self, queries: int, path: str, *, head: int = 4, width: int = 12) -> None:
+        super().__init__()
+        self.head, self.path = head, path
+        self.qkv, self.o = nn.Linear(width, (queries + 2) * head), nn.Linear(queries * head, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.qkv(x).unflatten(-1, (-1, self.head))
+        if self.path == "positions":
+            q, k, v = h[..., :-2, :], h[..., [-2], :], h[..., [-1], :]
+        elif self.path == "slices":
+            q, k, v = h[..., :-2, :], h[..., -2:-1, :], h[..., -1:, :]
+        else:
+            q, k, v = h.split([h.shape[2] - 2, 1, 1], 2)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return self.o(attend(q, k, v, "enable_gqa").transpose(1, 2).flatten(2))
+
+
+class Mixer(nn.Module):
+    """A state-space mixer in small: z | x | B | C | dt in one layer, x, z and dt by heads, and one B and C
+    for all of them; a depthwise convolution over x | B | C."""
+
+    def __init__(self, heads: int, *, head: int = 4, states: int = 5, width: int = 12) -> None:
+        super().__init__()
+        inner = heads * head
+        self.sizes, self.mixed = (inner, inner + 2 * states, heads), (inner, states, states)
+        self.head = head
+        self.inside, self.out = nn.Linear(width, sum(self.sizes)), nn.Linear(inner, width)
+        self.kernel = nn.Parameter(torch.randn(sum(self.mixed), 1, 3))
+        self.shift = nn.Parameter(torch.randn(sum(self.mixed)))
+        self.step = nn.Parameter(torch.randn(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, mixed, step = self.inside(x).split(self.sizes, dim=-1)
+        mixed = mixed.transpose(1, 2)
+        mixed = F.silu(F.conv1d(mixed, self.kernel, self.shift, padding=1, groups=mixed.shape[1]))
+        h, before, after = mixed.transpose(1, 2).split(self.mixed, dim=-1)
+        step = F.softplus(step + self.step)
+        scores = torch.einsum("btn,bsn->bts", after, before)
+        y = torch.einsum("bts,bshp,bsh->bthp", scores, h.unflatten(-1, (-1, self.head)), step)
+        return self.out(y.flatten(2) * F.silu(z))
+
+
+def mixer_plan(heads: int, *, head: int = 4, states: int = 5) -> dict[str, Any]:
+    """The plan of a Mixer: its sections, and how many heads each has."""
+    inner = heads * head
+    cut = {
+        "style": "column",
+        "sections": [inner, inner, states, states, heads],
+        "heads": [heads, heads, 1, 1, heads],
+    }
+    mixed = {"style": "column", "dim": 0, "sections": [inner, states, states], "heads": [heads, 1, 1]}
+    by_head = {"style": "column", "dim": 0}
+    return {
+        "inside": cut,
+        "kernel": mixed,
+        "shift": mixed,
+        "step": by_head,
+        "out": {"style": "row", "heads": heads},
+    }

@@ -87,3 +87,67 @@ ROWS = [
 @pytest.mark.parametrize(("family", "queries", "keys", "tp"), ROWS)
 def test_exact(family, queries, keys, tp):
     exact(built(family, queries, keys), family.lower(), tp)
+
+
+def sized(family: str, **config: Any) -> torch.nn.Module:
+    sizes = {"vocab_size": 99, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{family}Config")(**sizes, **config)
+    return models.randomised(getattr(transformers, f"{family}ForCausalLM")(made), dtype=torch.float64).eval()
+
+
+Q, KV, HEAD = "num_attention_heads", "num_key_value_heads", {"style": "column", "gather_output": True}
+COLUMN = {"style": "column", "dim": 0}
+
+
+def phi3(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Sections with different deals."""
+    model = sized(
+        "Phi3", hidden_size=4 * queries, intermediate_size=129, num_hidden_layers=1,
+        num_attention_heads=queries, num_key_value_heads=keys, max_position_embeddings=64, original_max_position_embeddings=64,
+    )  # fmt: skip
+    return model, {
+        "embed_tokens": "vocab",
+        "qkv_proj": {"style": "column", "heads": [Q, KV, KV]},
+        "o_proj": {"style": "row", "heads": Q},
+        "gate_up_proj": {"style": "column", "sections": 2},
+        "down_proj": "row",
+        "lm_head": HEAD,
+    }
+
+
+def bigcode(queries: int, _: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """One kv head beside the queries, in one weight."""
+    model = sized("GPTBigCode", n_embd=4 * queries, n_inner=129, n_layer=1, n_head=queries, n_positions=64)
+    rows = {"attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row", "lm_head": HEAD}
+    return model, {"wte": "vocab", "attn.c_attn": {"style": "column", "heads": [Q, 1, 1]}, **rows}
+
+
+def falcon(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Linear layers that are no nn.Linear: with one kv head in its first form, else in its new one."""
+    new = keys > 1
+    model = sized(
+        "Falcon", hidden_size=4 * queries, num_hidden_layers=1, num_attention_heads=queries,
+        num_kv_heads=keys, new_decoder_architecture=new, multi_query=not new, parallel_attn=True, bias=True, ffn_hidden_size=129,
+    )  # fmt: skip
+    heads: Any = "num_kv_heads" if new else [Q, 1, 1]
+    return model, {
+        "word_embeddings": "vocab",
+        "query_key_value.weight": {**COLUMN, "heads": heads},
+        "query_key_value.bias": {**COLUMN, "heads": heads},
+        "self_attention.dense.weight": {"style": "row", "dim": 1, "heads": "num_kv_heads" if new else Q},
+        "dense_h_to_4h.weight": COLUMN,
+        "dense_h_to_4h.bias": COLUMN,
+        "dense_4h_to_h.weight": {"style": "row", "dim": 1},
+        "lm_head": HEAD,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # GPTBigCode's own file
+@pytest.mark.parametrize(
+    ("family", "queries", "keys", "tp"),
+    [(phi3, 6, 3, 2), (bigcode, 3, 1, 2), (bigcode, 4, 1, 3), (falcon, 3, 1, 2), (falcon, 6, 3, 2)],
+)
+def test_fused_weights(family, queries, keys, tp):
+    exact(*family(queries, keys), tp)

@@ -289,3 +289,24 @@ def test_every_rank_maps_a_border_in_the_same_order():
             values, own, places, lambda x, group, sizes=sizes: sizes.append(len(x)) or x, "is called with"
         )
         assert sizes == [1, 2]
+
+
+class AddedInPlace(nn.Module):
+    """Two modules with raw weights whose sums are added in place outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre, self.raw, self.other = nn.Linear(16, 16), Raw(), Raw()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pre(x)
+        out = self.raw(h, h.new_ones(1))
+        out += self.other(h, h.new_ones(1))
+        return x + out
+
+
+def test_a_sum_of_a_border_may_be_added_to_in_place():
+    names = {n: PLAN[f"raw.{n}"] for n in ("w1", "b1", "w2")}
+    plan = {f"{module}.{n}": rule for module in ("raw", "other") for n, rule in names.items()}
+    result = autotp.verify(AddedInPlace(), plan, tp=2, inputs=torch.zeros(5, 16))
+    assert result.ok and result.max_grad_diff < 1e-10, str(result)

@@ -94,7 +94,8 @@ def _remedies(
     """The lines of the plan that would make it right, as the plan file has them."""
     code = finding.conflict.code
     columns = [p for p in placed if p.style == "column" and not (code == "AT314" and p is own)]
-    gathers = [rule_line(p.pattern, p.rule, gather_output=True) for p in _once(columns)]
+    layers = [p for p in _once(columns) if p.target == "module"]  # a tensor by itself gathers nothing
+    gathers = [rule_line(p.pattern, p.rule, gather_output=True) for p in layers]
     gathered = f"let every rank have the whole value: `{'`, `'.join(gathers)}`" if gathers else ""
     help: list[str] = []
     if code == "AT301":

@@ -49,11 +49,34 @@ def _index(call: Call) -> Layout:
         _whole_places(call, [i for i in call["indices"] if i is not None])
         return value.layout
     places = _places(call)
+    if _in_whole_sections(call, value):
+        return REPLICATE
     first, count = _neighbours(call, value)
     assert value.shard is not None
     if value.shard.dim < first:
         return value.shard
     return value.shard.at(value.shard.dim - count + max(i.rank for i in places))
+
+
+def _in_whole_sections(call: Call, value: Value) -> bool:
+    """Whether positions that the forward writes as numbers point into whole sections of the sharded dim, and
+    are the same on a rank: counted from the end, with nothing but whole sections behind."""
+    given: list[Value | None] = call["indices"]
+    if value.shard is None or value.shard.dim >= len(given) or sum(i is not None for i in given) != 1:
+        return False
+    place = given[value.shard.dim]
+    node = place.node if place is not None else None
+    if node is not None and str(node.target).startswith("aten.lift_fresh"):
+        node = node.all_input_nodes[0]
+    numbers = node.meta.get("constant") if node is not None else None
+    if numbers is None or numbers.dim() != 1 or not numbers.numel():
+        return False
+    whole = 0
+    for size, dealt in reversed(value.shard.pieces(value.shape[value.shard.dim])):
+        if dealt is not None:
+            break
+        whole += size
+    return all(-whole <= number < 0 for number in numbers.tolist())
 
 
 def _index_put(call: Call) -> Layout:

@@ -198,8 +198,8 @@ class _Solver:
 
     def _found(self, value: fx.Node, layout: Layout, grad: bool, depth: int) -> list[Read | Grant] | None:
         if value.op == "get_attr":
-            if not self._readable(value, "parameter", "buffer"):
-                return None
+            if not self._readable(value, "parameter", "buffer") or not self._whole(value):
+                return None  # what the plan cuts is read as it is cut
             if isinstance(layout, Shard):
                 return [Read(value.meta["name"], grad, layout)]
             return [Read(value.meta["name"], False, shared=True)]
