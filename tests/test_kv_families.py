@@ -104,7 +104,8 @@ def phi3(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Sections with different deals."""
     model = sized(
         "Phi3", hidden_size=4 * queries, intermediate_size=129, num_hidden_layers=1,
-        num_attention_heads=queries, num_key_value_heads=keys, max_position_embeddings=64, original_max_position_embeddings=64,
+        num_attention_heads=queries, num_key_value_heads=keys, max_position_embeddings=64,
+        original_max_position_embeddings=64,
     )  # fmt: skip
     return model, {
         "embed_tokens": "vocab",
@@ -118,7 +119,16 @@ def phi3(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 def bigcode(queries: int, _: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """One kv head beside the queries, in one weight."""
-    model = sized("GPTBigCode", n_embd=4 * queries, n_inner=129, n_layer=1, n_head=queries, n_positions=64)
+    model = sized(
+        "GPTBigCode",
+        n_embd=4 * queries,
+        n_inner=129,
+        n_layer=1,
+        n_head=queries,
+        n_positions=64,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    )
     rows = {"attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row", "lm_head": HEAD}
     return model, {"wte": "vocab", "attn.c_attn": {"style": "column", "heads": [Q, 1, 1]}, **rows}
 
@@ -128,7 +138,8 @@ def falcon(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     new = keys > 1
     model = sized(
         "Falcon", hidden_size=4 * queries, num_hidden_layers=1, num_attention_heads=queries,
-        num_kv_heads=keys, new_decoder_architecture=new, multi_query=not new, parallel_attn=True, bias=True, ffn_hidden_size=129,
+        num_kv_heads=keys, new_decoder_architecture=new, multi_query=not new, parallel_attn=True, bias=True,
+        ffn_hidden_size=129,
     )  # fmt: skip
     heads: Any = "num_kv_heads" if new else [Q, 1, 1]
     return model, {
