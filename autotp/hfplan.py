@@ -113,6 +113,8 @@ def _rule(name: str, style: str, entries: Entries) -> Rule | Why | None:
     if _is_tensor(name, entries):
         return _tensor_rule(name, style, entries)
     if style not in LAYER:
+        if _names_nothing(name, entries):
+            return None  # a warning there: some plans of transformers have every name with two prefixes
         return Why(REFUSED.get(style, "autotp does not know it"))
     if style == "mla_kv_a_proj" and not segments(name)[-1].startswith(MLA):
         return Why(f"it splits the output of a layer named {MLA}…, and this one is named otherwise")
@@ -148,6 +150,12 @@ def _is_tensor(name: str, entries: Entries) -> bool:
         return any(layer_name(n) == name for n in entries.names.tensors())
     held = entries.styles.get(_holder(name)) in HOLDERS and entries.styles[name] in TENSOR
     return held or segments(name)[-1] in VECTORS
+
+
+def _names_nothing(name: str, entries: Entries) -> bool:
+    """Whether the model is known, and has neither a module nor a tensor of that name."""
+    known = entries.names
+    return known is not None and name not in {layer_name(n) for n in (*known.paths, *known.tensors())}
 
 
 def _is_embedding(name: str, entries: Entries) -> bool:
