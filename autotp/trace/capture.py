@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 
 from autotp.trace import recorder
+from autotp.trace.calls import Boundary
 from autotp.trace.export import export
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.layers import Layers
-from autotp.trace.recorder import Boundary, Guide, Step
+from autotp.trace.recorder import Guide, Step
 
 __all__ = ["capture"]
 

@@ -31,11 +31,12 @@ import torch
 from torch import fx, nn
 
 from autotp.trace.branches import Watched
+from autotp.trace.calls import Boundary
 from autotp.trace.capture import capture
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
-from autotp.trace.recorder import Boundary, Guide, Step
+from autotp.trace.recorder import Guide, Step
 
 __all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
 

@@ -14,38 +14,32 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import logging
 import math
 import operator
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autotp.trace.branches import unwatched
+from autotp.trace.calls import Boundary, Calls
 from autotp.trace.graph import (
-    OPAQUE,
     REPEATED,
     Output,
     Trace,
     TraceError,
     Val,
-    called,
-    given_in,
     numbers_in,
-    parameters_of,
     tensors_in,
 )
 from autotp.trace.layers import Layers
-from autotp.trace.repeats import GHOST, Different, Ghost, Repeats
-from autotp.trace.source import caller_span, error_span
+from autotp.trace.repeats import Different
+from autotp.trace.surroundings import functions, quiet, same_draws
 from autotp.trace.untouched import untouched
+from autotp.trace.values import Known, val_of
 
 MISSING: str | None = None
 """The private hook that this torch lacks; None when the recorder can run."""
@@ -66,7 +60,6 @@ __all__ = [
     "MISSING", "Guide", "Output", "Step", "Trace", "TraceError", "Val", "in_place_of", "record", "tensors_in",
 ]  # fmt: skip
 
-Boundary = Callable[[str, Any], Any]
 Guide = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], tuple[Any, tuple[Any, ...], Mapping[str, Any]]]
 Step = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
 
@@ -150,8 +143,8 @@ def _record(
             stack.callback(recorder.give_back)
             _RUNNING.append(recorder)
             stack.callback(_RUNNING.pop)
-            stack.enter_context(_quiet())
-            stack.enter_context(_same_draws())
+            stack.enter_context(quiet())
+            stack.enter_context(same_draws())
             # What the model compiles runs as it is written.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fakes.mode)
@@ -159,7 +152,7 @@ def _record(
             stack.enter_context(_flags(*flags))
             recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
-            stack.enter_context(_functions(recorder))
+            stack.enter_context(functions(recorder))
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(recorder)
             try:
@@ -181,283 +174,17 @@ def _record(
 
 if MISSING is None:
 
-    class _Recorder(SchemaCheckMode):  # type: ignore[no-untyped-call]
+    class _Recorder(Calls, SchemaCheckMode):  # type: ignore[no-untyped-call]
         def __init__(self, root: nn.Module, fakes: _Fakes, guide: Guide | None, layers: Layers) -> None:
             # SchemaCheckMode's own set-up takes no dispatch key.
             TorchDispatchMode.__init__(  # type: ignore[no-untyped-call]
                 self, _dispatch_key=torch._C.DispatchKey.PreDispatch
             )
-            self.trace = Trace()
-            self.recording = True
-            self.stack: list[tuple[str, int]] = [("", 0)]
-            self.custom: str | None = None  # the autograd.Function whose forward runs
-            self.repeats = Repeats(self, layers)
-            self._root = root
+            known = Known(fakes.names, fakes.owned, _is_fake, _copied, _template, _memory)
+            Calls.__init__(self, root, layers, known)
             self._fakes = fakes
             self._guide = guide
-            self._nodes: dict[int, fx.Node] = {}  # id(tensor) -> node
-            # The same memory, seen through another object: `x.data`, or what a factory function hands out.
-            self._memory: dict[tuple[Any, ...], fx.Node] = {}
-            self._named_memory = {_memory_key(t): t for t in fakes.owned}
-            self._keep: list[Any] = []  # ids stay unique while their objects live
-            self._constants = 0
-            self._counts: dict[str, int] = {}
-            self._failed: tuple[BaseException, str] | None = None
             self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
-            self._paths: dict[int, str] = {}
-            for path, module in root.named_modules():
-                self._paths.setdefault(id(module), path)
-
-        # -- modules
-
-        def watch(self, before: Boundary | None, after: Boundary | None, opaque: frozenset[str]) -> None:
-            """Follow which module runs, by its `forward`: users' hooks run outside of it, as they will
-            run outside of a parallel layer's, and belong to the module that calls."""
-            self.trace.opaque = tuple(sorted(opaque))
-            for module in self._root.modules():
-                path = self._paths[id(module)]
-                inner = self._opaque_forward(module) if path in opaque else module.forward
-                module.__dict__["forward"] = self._watched(path, inner, before, after)
-
-        def _watched(
-            self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
-        ) -> Callable[..., Any]:
-            parameters = parameters_of(inner)
-
-            def body(*args: Any, **kwargs: Any) -> Any:
-                call = self._counts[path]
-                self._border(self.trace.entered, "entered", path, call, (args, kwargs))
-                if before is not None:
-                    args = self._replaced(args, self.paused(before, path, args))
-                out = inner(*args, **kwargs)
-                if after is not None:
-                    (out,) = self._replaced((out,), (self.paused(after, path, out),))
-                self._border(self.trace.left, "left", path, call, out)
-                return out
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
-                call = self._counts[path] = self._counts.get(path, -1) + 1
-                self.trace.given.setdefault(path, []).append(given_in(called(parameters, args, kwargs)))
-                self.stack.append((path, call))
-                try:
-                    return self.repeats.around(path, call, body, *args, **kwargs)
-                except Exception as error:
-                    if self._failed is None or self._failed[0] is not error:
-                        self._failed = (error, path)
-                    raise
-                finally:
-                    self.stack.pop()
-
-            forward.__wrapped__ = inner  # type: ignore[attr-defined]  # whose signature it has
-            return forward
-
-        def _border(
-            self,
-            table: dict[str, list[list[tuple[str, fx.Node]]]],
-            kind: str,
-            path: str,
-            call: int,
-            value: Any,
-        ) -> None:
-            if not self.repeats.border(kind, path, call, value):
-                table.setdefault(path, []).append(self._tensors(value))
-
-        def _tensors(self, value: Any) -> list[tuple[str, fx.Node]]:
-            found = tensors_in(value, caches=False)
-            return [(name, self._node(tensor)) for name, tensor, _ in found]
-
-        def _replaced(self, old: tuple[Any, ...], new: tuple[Any, ...] | None) -> tuple[Any, ...]:
-            """What a boundary put in the place of tensors takes their place in the graph."""
-            if new is None:
-                return old
-            for was, now in zip(old, new, strict=True):
-                if now is not None and now is not was:
-                    self.repeats.break_off()
-                    self._keep.append(now)
-                    self._nodes[id(now)] = self._node(was)
-            return tuple(was if now is None else now for was, now in zip(old, new, strict=True))
-
-        def note_backward(self, name: str, values: Any) -> None:
-            """Code of its own runs in the backward of these values."""
-            self.repeats.break_off()
-            if self.recording and torch.is_grad_enabled():
-                for _, tensor, _ in tensors_in(values):
-                    if tensor.requires_grad:
-                        self._node(tensor).meta.setdefault("backward", []).append(name)
-
-        def error(self, error: Exception) -> TraceError:
-            """Where the forward failed, in the words of the exception."""
-            path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
-            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            return TraceError(
-                text, path, error_span(error),
-                dynamic=_is_dynamic(error), ops=len(self.trace.ops()), trace=self.trace,
-            )  # fmt: skip
-
-        def paused(self, function: Callable[..., Any], *args: Any) -> Any:
-            """Run what is no part of the model's forward."""
-            was, self.recording = self.recording, False
-            try:
-                return function(*args)
-            finally:
-                self.recording = was
-
-        def _opaque_forward(self, module: nn.Module) -> Callable[..., Any]:
-            @functools.wraps(module.forward)
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                """One node, whose result is guessed to be like the first floating tensor that goes in."""
-                self.repeats.break_off()
-                given = [t for _, t, _ in tensors_in((args, kwargs))]
-                like = next((t for t in given if _differentiable(t)), None)
-                if like is None:
-                    raise RuntimeError(
-                        "an opaque module is given no floating tensor, so its result is not known"
-                    )
-                inside = [*given, *module.parameters(), *module.buffers()]
-                needs = torch.is_grad_enabled() and any(t.requires_grad for t in inside)
-                out: torch.Tensor = self.paused(
-                    lambda: torch.empty_like(like).requires_grad_(needs).view_as(like)
-                )
-                node = self._create(OPAQUE, tuple(self._node(t) for t in inside), {}, inside)
-                node.meta["val"] = _val(out)
-                self._bind(out, node)
-                return out
-
-            return forward
-
-        # -- tensors
-
-        def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: str = "") -> None:
-            """A placeholder for every tensor among the inputs that is not known yet."""
-            for name, leaf, _ in tensors_in((args, dict(kwargs))):
-                if id(leaf) in self._nodes or id(leaf) in self._fakes.names:
-                    continue
-                if isinstance(leaf, FakeTensor) and _memory_key(leaf) in self._memory:
-                    continue
-                with _before_others(self.trace.graph):
-                    node = self.trace.graph.placeholder("input" + str(len(self._nodes)))
-                node.meta.update(val=_val(leaf), name=of + name, module="", source=None)
-                self._bind(leaf, node)
-
-        def _bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
-            self._nodes[id(tensor)] = node
-            self._keep.append(tensor)
-            key = _memory_key(tensor)
-            if key is not None:
-                self._memory[key] = node
-
-        def _node(self, tensor: torch.Tensor) -> fx.Node:
-            found = self._nodes.get(id(tensor))
-            if found is not None:
-                return found
-            ghost = tensor.__dict__.get(GHOST)
-            if ghost is not None:
-                return self._repeated(tensor, ghost)
-            named = self._fakes.names.get(id(tensor))
-            if named is None:
-                key = _memory_key(tensor)
-                if key is not None and key not in self._memory and key in self._named_memory:
-                    self._node(self._named_memory[key])
-                if key is not None and key in self._memory:
-                    self._nodes[id(tensor)] = self._memory[key]
-                    self._keep.append(tensor)
-                    return self._memory[key]
-                origin = "unknown" if isinstance(tensor, FakeTensor) else "constant"
-                named = (f"_constant{self._constants}", origin)
-                self._constants += 1
-            name, origin = named
-            node = self.trace.graph.create_node("get_attr", name)
-            if origin == "constant":
-                with _disable_current_modes(), torch.no_grad():
-                    node.meta["constant"] = tensor.detach().clone()
-            node.meta.update(
-                val=_val(tensor), origin=origin, name=name, module=self.stack[-1][0], source=caller_span(3)
-            )
-            self._bind(tensor, node)
-            return node
-
-        def _repeated(self, tensor: torch.Tensor, ghost: Ghost) -> fx.Node:
-            node = self.trace.graph.create_node("call_function", REPEATED, (ghost.source, ghost.repeat))
-            path, call = ghost.stack[-1]
-            node.meta.update(
-                module=path, call=call, stack=ghost.stack, source=ghost.source.meta.get("source"),
-                custom=None, grads=set(), mutates=[], val=_val(tensor),
-            )  # fmt: skip
-            self._bind(tensor, node)
-            return node
-
-        # -- what `repeats` asks
-
-        def node(self, tensor: torch.Tensor) -> fx.Node:
-            """The node of a tensor."""
-            return self._node(tensor)
-
-        def name(self, tensor: torch.Tensor) -> str | None:
-            """The name of a tensor of the model; None for any other."""
-            named = self._fakes.names.get(id(tensor))
-            return None if named is None else named[0]
-
-        def knows(self, tensor: torch.Tensor) -> bool:
-            """Whether it is a fake tensor of which is known where it comes from."""
-            if not isinstance(tensor, FakeTensor):
-                return False
-            if id(tensor) in self._nodes or id(tensor) in self._fakes.names or GHOST in tensor.__dict__:
-                return True
-            key = _memory_key(tensor)
-            return key is not None and (key in self._memory or key in self._named_memory)
-
-        def memories(self, tensors: list[torch.Tensor]) -> set[Any]:
-            """The memory of these tensors, views and what they view alike."""
-            return {key[0] for key in map(_memory_key, tensors) if key is not None}
-
-        def template(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-            """How to make fake tensors like this one, without a run through torch."""
-            shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            held = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            with _disable_current_modes():
-                like = torch.empty(max(held, 0), dtype=tensor.dtype, device="meta")
-                like = like.as_strided(shape, strides, offset)
-            attributes, needs, device = dict(tensor.__dict__), tensor.requires_grad, tensor.device
-
-            def made() -> torch.Tensor:
-                new: torch.Tensor = torch.Tensor._make_subclass(
-                    FakeTensor, like, needs, dispatch_device=True, device_for_backend_keys=device
-                )
-                new.__dict__.update(attributes)
-                return new
-
-            return made
-
-        def _argument(self, value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return self._node(value)
-            if isinstance(value, (list, tuple)):
-                parts = [self._argument(v) for v in value]
-                return tuple(parts) if type(value) is tuple else parts
-            if isinstance(value, dict):
-                return {k: self._argument(v) for k, v in value.items()}
-            if value is None or isinstance(value, _PLAIN):
-                return value
-            return repr(value)
-
-        def _create(
-            self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
-        ) -> fx.Node:
-            grad = torch.is_grad_enabled()
-            needs = {self._node(t) for t in inputs if grad and t.requires_grad}
-            node = self.trace.graph.create_node("call_function", target, args, kwargs)
-            path, call = self.stack[-1]
-            node.meta.update(
-                module=path,
-                call=call,
-                stack=tuple(self.stack),
-                source=caller_span(3),
-                custom=self.custom,
-                grads=needs,
-                mutates=[],
-            )
-            return node
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -473,15 +200,15 @@ if MISSING is None:
             if not self.repeats.inside:
                 self.repeats.break_off()
             inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            placed = self._argument(tuple(args)), self._argument(dict(kwargs))
+            placed = self.argument(tuple(args)), self.argument(dict(kwargs))
             written = _mutated(func, args, kwargs)
-            mutated = [self._node(t) for t in written]
+            mutated = [self.node(t) for t in written]
             if any(node.target is REPEATED for node in mutated):
                 raise Different("")
             if written:
                 self.repeats.written(written)
             # An input that is written gets its gradient from what is written, so this is asked before.
-            node = self._create(func, *placed, inputs)
+            node = self.create(func, *placed, inputs)
             self._keep_values(written)
             try:
                 out = self._run(func, args, kwargs)
@@ -494,14 +221,14 @@ if MISSING is None:
                 return out
             node.meta["mutates"] = mutated
             if isinstance(out, torch.Tensor):
-                node.meta["val"] = _val(out)
-                self._bind(out, node)
+                node.meta["val"] = val_of(out)
+                self.bind(out, node)
             elif not results and not mutated:
                 node.meta["val"] = None
             else:
                 self._several(node, out)
                 for tensor in args if not results else ():
-                    if isinstance(tensor, torch.Tensor) and self._node(tensor) in mutated:
+                    if isinstance(tensor, torch.Tensor) and self.node(tensor) in mutated:
                         self._nodes[id(tensor)] = node
             return out
 
@@ -516,7 +243,7 @@ if MISSING is None:
         def _keep_values(self, written: list[torch.Tensor]) -> None:
             """Tensors that are plain attributes of a module are real, and so is what is written into them."""
             for tensor in written:
-                if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+                if not self._is_fake(tensor) and not tensor.is_meta:
                     self._keep.append(tensor)
                     with _disable_current_modes(), torch.no_grad():
                         self._written.append((tensor, tensor.clone()))
@@ -529,21 +256,19 @@ if MISSING is None:
 
         def _several(self, node: fx.Node, out: Any) -> None:
             items = list(out) if isinstance(out, (list, tuple)) else []
-            node.meta["val"] = [_val(o) if isinstance(o, torch.Tensor) else None for o in items]
+            node.meta["val"] = [val_of(o) if isinstance(o, torch.Tensor) else None for o in items]
             for index, item in enumerate(items):
                 if isinstance(item, torch.Tensor):
                     part = self.trace.graph.create_node("call_function", operator.getitem, (node, index))
-                    part.meta.update(node.meta, val=_val(item), grads=set(), mutates=[])
-                    self._bind(item, part)
-
-        # -- the end
+                    part.meta.update(node.meta, val=val_of(item), grads=set(), mutates=[])
+                    self.bind(item, part)
 
         def finish(self, out: Any) -> None:
             """Note the tensors that a forward returned."""
             if isinstance(out, Iterator):
                 raise TraceError("the forward is a generator, which runs after it has returned", "", None)
             for name, tensor, cached in tensors_in(out):
-                self.trace.outputs.append(Output(name, self._node(tensor), cached))
+                self.trace.outputs.append(Output(name, self.node(tensor), cached))
             self.trace.returned |= numbers_in(out)
             self.trace.repeats = self.repeats.found
 
@@ -554,20 +279,56 @@ if MISSING is None:
                 left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
                 self.trace.kept |= numbers_in(left, path)
                 for name, tensor, _ in tensors_in(left, path):
-                    if isinstance(tensor, FakeTensor) and id(tensor) not in self._fakes.names:
-                        self.trace.stored.append(Output(name, self._node(tensor), True))
+                    if self._is_fake(tensor) and id(tensor) not in self._names:
+                        self.trace.stored.append(Output(name, self.node(tensor), True))
             self.trace.graph.output(tuple(o.node for o in self.trace.outputs))
 
 
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """The memory that a tensor sees, and how; None where there is none."""
+    try:
+        storage = tensor.untyped_storage()._cdata
+        # Sizes that depend on values are symbols, which have no hash.
+        return (
+            storage,
+            str(tuple(tensor.shape)),
+            str(tensor.stride()),
+            str(tensor.storage_offset()),
+            tensor.dtype,
+        )
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes(), torch.no_grad():
+        return tensor.detach().clone()
+
+
+def _template(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """How to make fake tensors like this one, without a run through torch."""
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    held = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    with _disable_current_modes():
+        like = torch.empty(max(held, 0), dtype=tensor.dtype, device="meta")
+        like = like.as_strided(shape, strides, offset)
+    attributes, needs, device = dict(tensor.__dict__), tensor.requires_grad, tensor.device
+
+    def made() -> torch.Tensor:
+        new: torch.Tensor = torch.Tensor._make_subclass(
+            FakeTensor, like, needs, dispatch_device=True, device_for_backend_keys=device
+        )
+        new.__dict__.update(attributes)
+        return new
+
+    return made
+
+
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def _is_dynamic(error: BaseException) -> bool:
-    """Did the forward ask for a value that a recording does not have?"""
-    names = ("DataDependent", "DynamicOutputShape", "UnsupportedMutationAliasing")
-    text = f"{type(error).__name__}: {error}"
-    return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
 
 
 _RUNNING: list[Any] = []
@@ -578,7 +339,7 @@ def in_place_of(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tenso
     if not _RUNNING:
         return make(tensor)
     recorder = _RUNNING[-1]
-    (new,) = recorder._replaced((tensor,), (recorder.paused(make, tensor),))
+    (new,) = recorder.replaced((tensor,), (recorder.paused(make, tensor),))
     assert isinstance(new, torch.Tensor)
     return new
 
@@ -601,26 +362,6 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return found
-
-
-def _val(tensor: torch.Tensor) -> Val:
-    shape = tuple(int(n) if isinstance(n, int) else -1 for n in tensor.shape)
-    return Val(shape, tensor.dtype, tensor.requires_grad)
-
-
-def _memory_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    try:
-        storage = tensor.untyped_storage()._cdata
-        # Sizes that depend on values are symbols, which have no hash.
-        return (
-            storage,
-            str(tuple(tensor.shape)),
-            str(tensor.stride()),
-            str(tensor.storage_offset()),
-            tensor.dtype,
-        )
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 # -- fakes and flags
@@ -707,42 +448,6 @@ def _differentiable(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A forward that fails is told by its TraceError; torch would print its own traceback besides."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = was
-
-
-@contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
-    """Python's and numpy's random numbers are the same in every trace, and go on afterwards as before."""
-    states = random.getstate(), numpy.random.get_state()
-    random.seed(0)
-    numpy.random.seed(0)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def _before_others(graph: fx.Graph) -> Iterator[None]:
-    """Placeholders stand before everything else."""
-    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
-    if first is None:
-        yield
-    else:
-        with graph.inserting_before(first):
-            yield
-
-
-@contextlib.contextmanager
 def _flags(compiling: bool, exporting: bool) -> Iterator[None]:
     """Tell models that they are being compiled or exported, as torch.export does."""
     wanted = {"_is_compiling_flag": compiling, "_is_exporting_flag": exporting}
@@ -754,36 +459,3 @@ def _flags(compiling: bool, exporting: bool) -> Iterator[None]:
     finally:
         for flag, value in saved.items():
             setattr(torch.compiler, flag, value)
-
-
-@contextlib.contextmanager
-def _functions(recorder: _Recorder) -> Iterator[None]:
-    """Note which `autograd.Function` runs. Reentrant checkpointing is one that only runs its argument."""
-    function = torch.autograd.Function
-    original = function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
-            return args[0](*args[2:])
-        recorder.repeats.break_off()
-        if not cls.__module__.startswith("torch._library"):  # the backward that a custom op registers
-            recorder.note_backward(cls.__name__, (args, kwargs))
-        was, recorder.custom = recorder.custom, cls.__name__
-        try:
-            return original.__get__(None, cls)(*args, **kwargs)
-        finally:
-            recorder.custom = was
-
-    hooked = torch.Tensor.register_hook
-
-    def register_hook(self: torch.Tensor, hook: Any) -> Any:
-        recorder.note_backward("a gradient hook", self)
-        return hooked(self, hook)  # type: ignore[no-untyped-call]
-
-    try:
-        function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
-        yield
-    finally:
-        function.apply = original  # type: ignore[method-assign]
-        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]

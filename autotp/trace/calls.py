@@ -1,0 +1,160 @@
+"""The modules of a recording: which runs, what goes in and comes out, and what takes its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autotp.trace.graph import OPAQUE, TraceError, called, given_in, parameters_of, tensors_in
+from autotp.trace.layers import Layers
+from autotp.trace.repeats import Repeats
+from autotp.trace.source import error_span
+from autotp.trace.values import Known, Values, val_of
+
+__all__ = ["Boundary", "Calls"]
+
+Boundary = Callable[[str, Any], Any]
+
+
+class Calls(Values):
+    """Follows the modules of `root`."""
+
+    def __init__(self, root: nn.Module, layers: Layers, known: Known) -> None:
+        Values.__init__(self, known)
+        self.recording = True
+        self.repeats = Repeats(self, layers)
+        self._root = root
+        self._counts: dict[str, int] = {}
+        self._failed: tuple[BaseException, str] | None = None
+        self._paths: dict[int, str] = {}
+        for path, module in root.named_modules():
+            self._paths.setdefault(id(module), path)
+
+    def watch(self, before: Boundary | None, after: Boundary | None, opaque: frozenset[str]) -> None:
+        """Follow which module runs, by its `forward`: users' hooks run outside of it, as they will
+        run outside of a parallel layer's, and belong to the module that calls."""
+        self.trace.opaque = tuple(sorted(opaque))
+        for module in self._root.modules():
+            path = self._paths[id(module)]
+            inner = self._opaque_forward(module) if path in opaque else module.forward
+            module.__dict__["forward"] = self._watched(path, inner, before, after)
+
+    def _watched(
+        self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
+    ) -> Callable[..., Any]:
+        parameters = parameters_of(inner)
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            call = self._counts[path]
+            self._border(self.trace.entered, "entered", path, call, (args, kwargs))
+            if before is not None:
+                args = self.replaced(args, self.paused(before, path, args))
+            out = inner(*args, **kwargs)
+            if after is not None:
+                (out,) = self.replaced((out,), (self.paused(after, path, out),))
+            self._border(self.trace.left, "left", path, call, out)
+            return out
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
+            call = self._counts[path] = self._counts.get(path, -1) + 1
+            self.trace.given.setdefault(path, []).append(given_in(called(parameters, args, kwargs)))
+            self.stack.append((path, call))
+            try:
+                return self.repeats.around(path, call, body, *args, **kwargs)
+            except Exception as error:
+                if self._failed is None or self._failed[0] is not error:
+                    self._failed = (error, path)
+                raise
+            finally:
+                self.stack.pop()
+
+        forward.__wrapped__ = inner  # type: ignore[attr-defined]  # whose signature it has
+        return forward
+
+    def _border(
+        self,
+        table: dict[str, list[list[tuple[str, fx.Node]]]],
+        kind: str,
+        path: str,
+        call: int,
+        value: Any,
+    ) -> None:
+        if not self.repeats.border(kind, path, call, value):
+            table.setdefault(path, []).append(self._tensors(value))
+
+    def _tensors(self, value: Any) -> list[tuple[str, fx.Node]]:
+        found = tensors_in(value, caches=False)
+        return [(name, self.node(tensor)) for name, tensor, _ in found]
+
+    def replaced(self, old: tuple[Any, ...], new: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """What a boundary put in the place of tensors takes their place in the graph."""
+        if new is None:
+            return old
+        for was, now in zip(old, new, strict=True):
+            if now is not None and now is not was:
+                self.repeats.break_off()
+                self._keep.append(now)
+                self._nodes[id(now)] = self.node(was)
+        return tuple(was if now is None else now for was, now in zip(old, new, strict=True))
+
+    def note_backward(self, name: str, values: Any) -> None:
+        """Code of its own runs in the backward of these values."""
+        self.repeats.break_off()
+        if self.recording and torch.is_grad_enabled():
+            for _, tensor, _ in tensors_in(values):
+                if tensor.requires_grad:
+                    self.node(tensor).meta.setdefault("backward", []).append(name)
+
+    def error(self, error: Exception) -> TraceError:
+        """Where the forward failed, in the words of the exception."""
+        path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return TraceError(
+            text, path, error_span(error),
+            dynamic=_is_dynamic(error), ops=len(self.trace.ops()), trace=self.trace,
+        )  # fmt: skip
+
+    def paused(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run what is no part of the model's forward."""
+        was, self.recording = self.recording, False
+        try:
+            return function(*args)
+        finally:
+            self.recording = was
+
+    def _opaque_forward(self, module: nn.Module) -> Callable[..., Any]:
+        @functools.wraps(module.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            """One node, whose result is guessed to be like the first floating tensor that goes in."""
+            self.repeats.break_off()
+            given = [t for _, t, _ in tensors_in((args, kwargs))]
+            like = next((t for t in given if _differentiable(t)), None)
+            if like is None:
+                raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
+            inside = [*given, *module.parameters(), *module.buffers()]
+            needs = torch.is_grad_enabled() and any(t.requires_grad for t in inside)
+            out: torch.Tensor = self.paused(
+                lambda: torch.empty_like(like).requires_grad_(needs).view_as(like)
+            )
+            node = self.create(OPAQUE, tuple(self.node(t) for t in inside), {}, inside)
+            node.meta["val"] = val_of(out)
+            self.bind(out, node)
+            return out
+
+        return forward
+
+
+def _is_dynamic(error: BaseException) -> bool:
+    """Did the forward ask for a value that a recording does not have?"""
+    names = ("DataDependent", "DynamicOutputShape", "UnsupportedMutationAliasing")
+    text = f"{type(error).__name__}: {error}"
+    return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

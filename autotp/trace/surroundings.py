@@ -1,0 +1,74 @@
+"""What is put in place around a recording, and taken away after it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+
+from autotp.trace.calls import Calls
+
+__all__ = ["functions", "quiet", "same_draws"]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A forward that fails is told by its TraceError; torch would print its own traceback besides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """Python's and numpy's random numbers are the same in every trace, and go on afterwards as before."""
+    states = random.getstate(), numpy.random.get_state()
+    random.seed(0)
+    numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def functions(recorder: Calls) -> Iterator[None]:
+    """Note which `autograd.Function` runs. Reentrant checkpointing is one that only runs its argument."""
+    function = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
+            return args[0](*args[2:])
+        recorder.repeats.break_off()
+        if not cls.__module__.startswith("torch._library"):  # the backward that a custom op registers
+            recorder.note_backward(cls.__name__, (args, kwargs))
+        was, recorder.custom = recorder.custom, cls.__name__
+        try:
+            return original.__get__(None, cls)(*args, **kwargs)
+        finally:
+            recorder.custom = was
+
+    hooked = torch.Tensor.register_hook
+
+    def register_hook(self: torch.Tensor, hook: Any) -> Any:
+        recorder.note_backward("a gradient hook", self)
+        return hooked(self, hook)  # type: ignore[no-untyped-call]
+
+    try:
+        function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        yield
+    finally:
+        function.apply = original  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
