@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autotp.trace.graph import REPEATED, Trace, Val, tensors_in
-from autotp.trace.repeats import GHOST, Ghost
+from autotp.trace.sameness import GHOST, Ghost
 from autotp.trace.source import caller_span
 
 __all__ = ["Known", "Values", "val_of"]

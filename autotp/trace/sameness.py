@@ -1,0 +1,265 @@
+"""What a layer did, in values that can be compared: the tensors by number, everything else as it is.
+
+`Noting` numbers the tensors of the layer that is noted, `Following` those of one that may repeat it: a
+tensor has a number there if it is what has that number here. What cannot be compared is `Unsound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+__all__ = [
+    "GHOST", "PLAIN", "Border", "Following", "Ghost", "Kind", "Line", "Noting", "Recorder", "Unsound",
+    "has_tensor", "like", "state",
+]  # fmt: skip
+
+_INT = {int}
+_DEVICES = ("cpu", "cuda")
+GHOST = "_repeated"  # the attribute of a tensor that a repetition made
+PLAIN = frozenset([
+    bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, type,
+])  # fmt: skip
+
+
+class Recorder(Protocol):
+    """What is asked of the recorder."""
+
+    recording: bool
+    stack: list[tuple[str, int]]
+
+    def node(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor."""
+
+    def name(self, tensor: torch.Tensor) -> str | None:
+        """The name of a parameter, a buffer, or another tensor of the model."""
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a fake tensor of which is known where it comes from."""
+
+    def memories(self, tensors: list[torch.Tensor]) -> set[Any]:
+        """The memory of these tensors, views and what they view alike."""
+
+    def template(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """How to make fake tensors like this one."""
+
+
+class Ghost:
+    """Which value of which repetition a tensor is; it hangs on the tensor."""
+
+    __slots__ = ("repeat", "source", "stack")
+
+    def __init__(self, repeat: int, source: fx.Node, stack: tuple[tuple[str, int], ...]) -> None:
+        self.repeat, self.source, self.stack = repeat, source, stack
+
+
+class Ref(int):
+    """The number of a tensor among those of a layer's call, in the order in which they turn up."""
+
+
+class New(Ref):
+    """A tensor that a function makes."""
+
+
+class Unsound(Exception):
+    """Something that cannot be compared."""
+
+
+@dataclass(frozen=True)
+class Line:
+    function: Any
+    args: Any
+    kwargs: Any
+    state: tuple[Any, ...]
+    result: Any
+    grads: tuple[tuple[int, bool], ...]  # the tensors whose requires_grad it changes
+    acts: bool  # on torch's state alone: no tensor goes in or out
+
+
+@dataclass(frozen=True)
+class Border:
+    kind: str
+    path: str  # from the layer's on
+    call: int
+    places: tuple[tuple[str, int], ...]
+
+
+@dataclass
+class Kind:
+    """What one layer did."""
+
+    path: str
+    call: int
+    lines: list[Line | Border] = field(default_factory=list)
+    # Tensors that it did not make: the suffix of its own one's name, or the node; and what they are.
+    outer: dict[int, tuple[str | fx.Node, tuple[Any, ...]]] = field(default_factory=dict)
+    made: dict[int, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    nodes: dict[int, fx.Node] = field(default_factory=dict)
+    sound: bool = True
+    followed: bool = False
+
+
+class _Run:
+    """The tensors of one layer's call, by number."""
+
+    def __init__(self, recorder: Recorder, kind: Kind, path: str) -> None:
+        self.recorder, self.kind, self.path = recorder, kind, path
+        self.numbers: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The next number."""
+        self.numbers[id(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+
+class Noting(_Run):
+    """The layer that is noted."""
+
+    def noted(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that goes in; what the layer did not make is named."""
+        known = self.numbers.get(id(tensor))
+        if known is not None:
+            return known
+        number = self.add(tensor)
+        name = self.recorder.name(tensor)
+        own = name is not None and name.startswith(f"{self.path}.")
+        if not self.recorder.knows(tensor):
+            raise Unsound
+        source: str | fx.Node = (
+            name[len(self.path) :] if own and name is not None else self.recorder.node(tensor)
+        )
+        self.kind.outer[number] = (source, like(tensor))
+        return number
+
+    def spec(self, value: Any) -> Any:
+        """A value that goes in, as it is noted."""
+        if isinstance(value, torch.Tensor):
+            return Ref(self.noted(value))
+        kind = type(value)
+        if kind in (tuple, list, torch.Size):
+            return kind([self.spec(v) for v in value]) if kind is not torch.Size else value
+        if kind is dict:
+            return {k: self.spec(v) for k, v in value.items()}
+        if kind is slice:
+            return slice(*(self.spec(v) for v in (value.start, value.stop, value.step)))
+        if kind in PLAIN:
+            return value
+        raise Unsound
+
+    def result(self, out: Any) -> Any:
+        """A value that comes out, as it is noted."""
+        if isinstance(out, torch.Tensor):
+            known = self.numbers.get(id(out))
+            if known is not None:
+                return Ref(known)
+            if self.recorder.name(out) is not None:  # `tensor.data` and the like
+                return Ref(self.noted(out))
+            if not self.recorder.knows(out):
+                raise Unsound
+            number = self.add(out)
+            self.kind.made[number] = self.recorder.template(out)
+            return New(number)
+        if type(out) in (tuple, list) or type(out).__module__ == "torch.return_types":
+            return (type(out), [self.result(o) for o in out])
+        if type(out) in PLAIN or type(out) is torch.Size:
+            return out
+        raise Unsound
+
+
+class Following(_Run):
+    """A layer that may repeat it; `ghost` marks a tensor as the repetition of a node's value."""
+
+    def __init__(self, recorder: Recorder, kind: Kind, path: str, ghost: Callable[[fx.Node], Ghost]) -> None:
+        super().__init__(recorder, kind, path)
+        self.given: dict[fx.Node, fx.Node] = {}
+        self._ghost = ghost
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor in the layer that follows, if it is what stands there in the noted one."""
+        known = self.numbers.get(id(tensor))
+        if known is not None:
+            return known
+        outer = self.kind.outer.get(len(self.tensors))
+        if outer is None or outer[1] != like(tensor):
+            return None
+        source = outer[0]
+        name = self.recorder.name(tensor)
+        if not self.recorder.knows(tensor):
+            return None
+        if isinstance(source, str):
+            if name != f"{self.path}{source}":
+                return None
+        else:
+            if name is not None and name.startswith(f"{self.path}."):
+                return None
+            here = self.recorder.node(tensor)
+            if source in self.given or here in self.given.values():
+                return None
+            self.given[source] = here
+        return self.add(tensor)
+
+    def made(self, result: Any) -> Any:
+        """What a function gives, made like what it gave there."""
+        if type(result) is New:
+            tensor = self.kind.made[result]()
+            tensor.__dict__[GHOST] = self._ghost(self.kind.nodes[int(result)])
+            self.add(tensor)
+            return tensor
+        if type(result) is Ref:
+            return self.tensors[result]
+        if type(result) is tuple:
+            made = [self.made(r) for r in result[1]]
+            return made if result[0] is list else result[0](made)
+        return result
+
+    def same(self, spec: Any, value: Any) -> bool:
+        """Whether a value is the one that was noted."""
+        kind = type(value)
+        if kind is not type(spec):
+            is_tensor = isinstance(spec, Ref) and isinstance(value, torch.Tensor)
+            return is_tensor and self.number(value) == spec
+        if kind in (tuple, list):
+            if len(spec) != len(value):
+                return False
+            return all(self.same(part, own) for part, own in zip(spec, value, strict=True))
+        if kind is dict:
+            return list(spec) == list(value) and all(self.same(spec[k], v) for k, v in value.items())
+        if kind is slice:
+            return all(
+                self.same(s, v)
+                for s, v in ((spec.start, value.start), (spec.stop, value.stop), (spec.step, value.step))
+            )
+        if kind is float:
+            return bool(spec == value) and (value != 0.0 or str(spec) == str(value))
+        return (kind in PLAIN or kind is torch.Size) and bool(spec == value)
+
+
+def state() -> tuple[Any, ...]:
+    """What an op reads besides its arguments."""
+    casts = tuple((t, torch.get_autocast_dtype(t)) for t in _DEVICES if torch.is_autocast_enabled(t))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casts
+
+
+def like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What an op's result depends on of a tensor."""
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    if not set(map(type, (*shape, *strides, offset))) <= _INT:
+        raise Unsound  # a size that depends on values
+    constant = getattr(tensor, "constant", None) is None
+    return shape, strides, offset, tensor.dtype, tensor.device, constant, tensor.requires_grad
+
+
+def has_tensor(spec: Any) -> bool:
+    """Whether a noted value has a tensor in it."""
+    if isinstance(spec, dict):
+        return any(map(has_tensor, spec.values()))
+    if isinstance(spec, slice):
+        return any(map(has_tensor, (spec.start, spec.stop, spec.step)))
+    return isinstance(spec, Ref) or (isinstance(spec, (list, tuple)) and any(map(has_tensor, spec)))
