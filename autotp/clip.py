@@ -8,6 +8,8 @@ own clip_grad_norm_ sees one rank's parts only, and would scale each rank differ
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,12 +27,20 @@ def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
     return norm
 
 
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """The norm of a gradient, over the ranks of `fully_shard`, too, when it is sharded by that."""
+    norm: Any = torch.linalg.vector_norm(gradient, norm_type)
+    found: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return found
+
+
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale the gradients of `model` in place to a norm of at most `max_norm`; returns the norm before.
 
     `model` is one that `autotp.shard` made, or is built from autotp.nn's layers, or both; every rank of
-    the group calls it. `norm_type` is p of the p-norm, or inf. The norm and the scale are those of the
-    unsharded model, the same on all ranks; as in torch, the scale is max_norm / (norm + 1e-6), at most 1.
+    the group calls it, and of `fully_shard`, which may shard it besides. `norm_type` is p of the p-norm, or
+    inf. The norm and the scale are those of the unsharded model, the same on all ranks; as in torch, the
+    scale is max_norm / (norm + 1e-6), at most 1.
 
     Raises UsageError for a norm_type that is no p-norm with p > 0.
 
@@ -56,12 +66,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             if gradient.is_sparse:
                 gradient = gradient.coalesce().values()
             if id(parameter) not in cut:
-                norms.append(torch.linalg.vector_norm(gradient, norm_type))
+                norms.append(_norm(gradient, norm_type))
                 continue
             part = cut[id(parameter)]
             if not parameter.grad.is_sparse:
                 gradient = owned(gradient, part.group, shard=part.shard)
-            parts[part.group].append(torch.linalg.vector_norm(gradient, norm_type))
+            parts[part.group].append(_norm(gradient, norm_type))
         device = gradients[0].device if gradients else torch.device("cpu")
         dtype = torch.promote_types(gradients[0].dtype, torch.float32) if gradients else torch.float32
         for group, found in parts.items():
@@ -74,5 +84,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         total = _combined([norm.to(dtype) for norm in norms], norm_type)
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+            own: Any = gradient
+            here: Tensor = own.to_local() if hasattr(own, "to_local") else own
+            here.mul_(scale.to(here.dtype))
     return total

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autotp import mappings
+from autotp.clip import clip_grad_norm_
 from autotp.comm import group_of
 from autotp.groups import initialize, place
 from autotp.nn import ColumnParallelLinear, RowParallelLinear
@@ -57,6 +59,32 @@ def test_with_fully_shard_on_the_dp_axis(ranks) -> None:
         close(found, model(randn(2, 4, 5)).detach())
 
 
+def clipped(rank: int, size: int) -> list[Tensor]:
+    """The norm before, and the gradient of a whole and of a cut parameter after clipping."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = initialize(tp=2)
+    here = place(mesh)
+    model = parallel(mesh)
+    fully_shard(model, mesh=mesh["dp"])
+    model(randn(1, 8, 5).chunk(here.dp_size)[here.dp_rank]).square().mean().backward()
+    norm = clip_grad_norm_(model, 0.5)
+    cut = mappings.gather(
+        model[0].weight.grad.full_tensor(), group_of(mesh), shard=model[0].layouts["weight"]
+    )
+    return [norm, model[2].bias.grad.full_tensor(), cut]
+
+
+@pytest.mark.slow
+def test_clipping_with_fully_shard_on_the_dp_axis(ranks) -> None:
+    model = nn.Sequential(serial(5, 9), nn.Tanh(), serial(9, 3))
+    model(randn(1, 8, 5)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert norm > 1
+    for found in ranks(4)(clipped):
+        close(found, [norm, model[2].bias.grad, model[0].weight.grad])
+
+
 def with_pipelining(rank: int, size: int) -> list[Tensor]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -78,8 +106,6 @@ def with_pipelining(rank: int, size: int) -> list[Tensor]:
 
 
 def whole(layer: nn.Module, name: str) -> Tensor:
-    from autotp import mappings
-
     return mappings.gather(getattr(layer, name).grad, group_of(layer.group), shard=layer.layouts[name])
 
 

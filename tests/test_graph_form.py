@@ -224,6 +224,14 @@ class Drawing(models.MLP):
         return self.fc2(self.drop(self.fc1(x)))
 
 
+class Hooked(models.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 2 * gradient)
+        return y
+
+
 class Listed(models.MLP):
     def forward(self, xs: list[Tensor]) -> Tensor:
         return super().forward(xs[0])
@@ -234,9 +242,10 @@ X = torch.zeros(3, 16)
 
 def test_what_a_graph_cannot_express_is_named() -> None:
     assert refused(Straight(), X) == (
-        'shard(form="graph"): Straight: it runs Rounded, an autograd.Function, whose backward would be lost '
+        'shard(form="graph"): Straight: it has Rounded in its backward, code of its own that would be lost '
         "in a graph\n  = help: shard in place"
     )
+    assert "Hooked: fc2 has a gradient hook in its backward" in refused(Hooked(), X)
     said = refused(models.randomised(Drawing()).train(), X.double())
     assert said == (
         'shard(form="graph"): Drawing: drop draws random numbers on a sharded value, from each rank\'s own '

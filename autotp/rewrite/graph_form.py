@@ -88,14 +88,15 @@ def _given(model: nn.Module, samples: Samples) -> dict[str, Any]:
 
 
 def _refuse_own_backward(model: nn.Module, proof: Proof) -> None:
-    """An exported graph has an autograd.Function's forward, and the backward that follows from it."""
+    """An exported graph has the backward that follows from its forward: no autograd.Function's, no hook."""
     for propagation in proof.propagations.values():
-        for node in propagation.trace.ops():
-            if node.meta.get("custom"):
+        for node in propagation.trace.graph.nodes:
+            custom = node.meta.get("custom")
+            for name in [custom] if custom else node.meta.get("backward", ()):
                 raise _refuse(
                     model,
-                    f"{node.meta['module'] or 'it'} runs {node.meta['custom']}, an autograd.Function, whose "
-                    "backward would be lost in a graph",
+                    f"{node.meta.get('module') or 'it'} has {name} in its backward, code of its own that "
+                    "would be lost in a graph",
                     "shard in place",
                 )
 
