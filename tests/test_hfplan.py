@@ -210,7 +210,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
     "Phi3": ({}, None),
     "Starcoder2": ({"tie_word_embeddings": False}, None),
     "Mixtral": ({**EXPERTS, "num_local_experts": 4}, None),
-    "Gemma2": (HEAD_DIM, "AT206"),
+    "Gemma2": (HEAD_DIM, None),
     "Olmo2": ({}, None),
     "GPTNeoX": (SIZES, None),
 }
