@@ -20,7 +20,7 @@ from autotp.analysis import Branch
 from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
-from autotp.placement import INVARIANT, Partial, Shard, describe, is_whole
+from autotp.placement import INVARIANT, Shard, describe, is_whole
 from autotp.propagate import dual
 from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
@@ -275,7 +275,7 @@ def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:
 
 
 def _is_part(whole: Propagation, node: fx.Node) -> bool:
-    return isinstance(whole.layouts.get(node, [INVARIANT])[0], (Shard, Partial))
+    return not is_whole(whole.layouts.get(node, [INVARIANT])[0])
 
 
 def _sizes(samples: Samples) -> set[int]:

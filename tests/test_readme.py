@@ -68,6 +68,7 @@ def test_the_plan_is_a_plan():
         "word_embeddings",
         "self.query",
         "gate_up_proj",
+        "qkv_proj",
         "output.dense",
         "lm_head",
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.placement import Layout, Partial, Shard
+from autotp.placement import Layout, Shard, is_whole
 from autotp.propagate.call import Conflict
 
 __all__ = ["Part", "parts_for"]
@@ -39,9 +39,7 @@ def parts_for(
     """The part of one whole input with which the op at `node` has no conflict; an empty list when there is
     none. `draws` says which ops draw random numbers."""
     for value in node.all_input_nodes:
-        if not _constant(value, draws) or any(
-            isinstance(x, (Shard, Partial)) for x in layouts.get(value, [])
-        ):
+        if not _constant(value, draws) or not all(map(is_whole, layouts.get(value, []))):
             continue
         for shard in _cuts(node, value, layouts):
             try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, is_whole
 from autotp.propagate.call import with_gradient
 from autotp.trace.graph import Trace
 
@@ -216,7 +216,7 @@ class _Finder:
         return None
 
     def _entering(self, value: fx.Node) -> Region | None:
-        cut = [n for n in self.node.all_input_nodes if isinstance(self.seen(n), (Shard, Partial))]
+        cut = [n for n in self.node.all_input_nodes if not is_whole(self.seen(n))]
         origins = frozenset().union(*(self.origins.get(n, frozenset()) for n in cut))
         owner = self._owner(self.node, origins)
         if owner is None:
@@ -244,7 +244,7 @@ class _Finder:
                 return None  # it comes from outside, past the border
             else:
                 before = with_gradient(current)
-                if any(isinstance(self.layouts.get(n, [INVARIANT])[0], (Shard, Partial)) for n in before):
+                if not all(is_whole(self.layouts.get(n, [INVARIANT])[0]) for n in before):
                     return None  # summed over the ranks inside
                 frontier += before
         return Region(path, copied=frozenset(places)) if places else None
