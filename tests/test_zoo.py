@@ -73,8 +73,9 @@ def test_the_page_counts():
         Result("c", 2, "refused", why="error[AT320]: it cannot be traced\n  --> model.py:1:1"),
         Result("d", 2, "unbuilt", why="ValueError: no"),
     ]
-    page = report(results)
-    assert "| architectures that build | 3 |" in page and "| exact | 2 |" in page
+    page = report(results, 178)
+    assert "| tried, of 178 architectures | 4 |" in page and "| of these build as a tiny model | 3 |" in page
+    assert "| exact | 2 |" in page
     assert "| exact, with at least 90 % of the matrix bytes sharded | 1 |" in page
     assert "- c, tp 2, refused: error[AT320]: it cannot be traced\n" in page
     assert "- d: ValueError: no\n" in page

@@ -97,7 +97,7 @@ def main() -> None:
                 )
             results.append(result)
     if chosen.only is None:
-        chosen.report.write_text(report(results), encoding="utf-8")
+        chosen.report.write_text(report(results, len(architectures())), encoding="utf-8")
         print(f"wrote {chosen.report}", file=sys.stderr)
 
 

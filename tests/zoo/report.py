@@ -23,12 +23,12 @@ TRANSFORMERS = (
 )
 
 
-def report(results: Sequence[Result]) -> str:
-    """The page, as Markdown."""
-    return "\n".join([*_head(results), *_refused(results), *_whole(results), *_table(results)]) + "\n"
+def report(results: Sequence[Result], total: int) -> str:
+    """The page, as Markdown. `total` is how many architectures there are."""
+    return "\n".join([*_head(results, total), *_refused(results), *_whole(results), *_table(results)]) + "\n"
 
 
-def _head(results: Sequence[Result]) -> Iterator[str]:
+def _head(results: Sequence[Result], total: int) -> Iterator[str]:
     yield "# Coverage"
     yield ""
     yield (
@@ -43,8 +43,10 @@ def _head(results: Sequence[Result]) -> Iterator[str]:
     built = {tp: [r for r in results if r.tp == tp and r.end != "unbuilt"] for tp in sizes}
     yield f"| | {' | '.join(f'tp {tp}' for tp in sizes)} |"
     yield f"|---{'|---' * len(sizes)}|"
+    tried = " | ".join(str(sum(r.tp == tp for r in results)) for tp in sizes)
+    yield f"| tried, of {total} architectures | {tried} |"
     rows = {
-        "architectures that build": lambda r: True,
+        "of these build as a tiny model": lambda r: True,
         "exact": lambda r: r.end == "exact",
         "exact, with more than embedding and head sharded": lambda r: r.end == "exact" and r.beyond,
         "exact, with at least 90 % of the matrix bytes sharded": lambda r: (
