@@ -454,7 +454,7 @@ class _Comparison:
                     f"its part of the whole needs {name}={want}",
                     f"unsharded: {name}={ours.get(name)}",
                     source=got,
-                    help=_CONSTANT,
+                    help=_LOCAL if _plain(want) == ours.get(name) else _CONSTANT,
                 )
         return None
 
@@ -469,6 +469,10 @@ class _Comparison:
 _CONSTANT = (
     "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1), so that it "
     "follows the shard",
+)
+_LOCAL = (
+    "the model uses a rank's own size here, and the op needs that of the whole model: keep the number in an "
+    "attribute, or gather the value first",
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from autotp.diagnostic import UnprovenPath
 from autotp.propagate import dual
 from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation
@@ -47,9 +48,11 @@ class _Search:
     def __init__(self, module: nn.Module, modes: Modes, ranks: list[int], run: Run) -> None:
         self.module, self.modes, self.ranks, self.record = module, modes, ranks, run
         self.missing: list[tuple[fx.Node, str]] = []
+        self.misplaced = False  # whether an edit of ours is what raised
 
     def run(self) -> tuple[Edits, str, Finding | None]:
         edits = Edits()
+        plain: tuple[str, int, Finding] | None = None  # what is found before any edit
         for _ in range(ROUNDS):
             self.missing = []
             observed = Observed()
@@ -57,7 +60,10 @@ class _Search:
                 failed = self._first(edits, observed)
                 if failed is None:
                     return self._closed(edits, observed), "", None
+                plain = plain or failed
                 mode, rank, finding = failed
+                if self.misplaced:
+                    return Edits(), plain[0], self._explained(plain[2])
                 more = edits | self._guided(edits, rank) if finding.conflict.code in _EDITABLE else edits
             except TwoNeeds as error:
                 return edits, mode, _two_needs(finding, error)
@@ -79,6 +85,7 @@ class _Search:
                     try:
                         local = self.record(mode, whole, rank, None)
                     except TraceError as error:
+                        self.misplaced = isinstance(error.__cause__, UnprovenPath)
                         return mode.name, rank, dual.failed(whole, error, rank)
                 found = dual.compare(whole, local, rank)
                 if found is not None:
