@@ -252,3 +252,22 @@ def test_tensors_that_the_model_has_not_travel_whole(tmp_path):
     layouts = load_layouts(tmp_path / "in", tmp_path / "out")
     assert "model.embed_tokens.weight" in layouts and "more" not in layouts
     assert "more" in load_file(tmp_path / "out" / "rank-1-of-2" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_what_a_proven_checkpoint_lacks(tmp_path, capsys):
+    from typer.testing import CliRunner
+
+    from autotp.cli import app
+
+    saved("bert", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["strange"] = tensors.pop("encoder.layer.0.output.dense.bias")
+    save_file(tensors, tmp_path / "model.safetensors")
+    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--tp", "2", "--prove"], prog_name="autotp")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[:3] == [
+        f"error: {tmp_path}: lacks a tensor of BertModel, the model that the plan is proven on",
+        "  missing: encoder.layer.0.output.dense.bias",
+        "  unexpected: strange",
+    ]
