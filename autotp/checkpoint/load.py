@@ -151,11 +151,12 @@ def _fill(
         do = "tensors do" if len(faults) > 1 else "tensor does"
         raise CheckpointError(f"{home}: {len(faults)} {do} not fit the model:\n" + "\n".join(faults))
     with ExitStack() as stack:
-        for names in slots:
-            in_file = [name for name in names if name in found]
-            if not in_file:
-                continue  # a buffer that the class computes, and that a checkpoint may miss
-            first, *others = in_file
+        # A buffer that the class computes, and that a checkpoint may miss, is in none.
+        listed = [(names, [name for name in names if name in found]) for names in slots]
+        listed = [(names, in_file) for names, in_file in listed if in_file]
+        for (names, (first, *others)), (_, after) in zip(listed, [*listed[1:], ({}, [])], strict=True):
+            for name in after[:1]:
+                loader.soon(stored[found[name]], memory.layouts.get(name), stack)
             layout = memory.layouts.get(first)
             tensor = loader.read(stored[found[first]], layout, stack)
             for other in others:

@@ -22,6 +22,8 @@ from autotp.slicing import rows, take, transfer
 
 __all__ = ["Loader"]
 
+MOST_AHEAD = 256 << 20  # bytes that are asked for before they are read
+
 
 class Loader:
     """Reads slices of files into tensors, with one block of room for what has to be rearranged."""
@@ -59,6 +61,17 @@ class Loader:
                 read_local(part, wanted, into, self.scratch)
             self._verify(stored, into)
         return self._cast(tensor)
+
+    def soon(self, stored: Stored, layout: Shard | None, stack: ExitStack) -> None:
+        """Ask the system to have ready what is read after this, if it is in one piece."""
+        if stored.load is not None or stored.pieces or not hasattr(os, "posix_fadvise"):
+            return
+        shard = None if stored.own else layout
+        wanted = rows(stored.entry.shape, stored.entry.itemsize, shard, self.group.rank)
+        if wanted.count == 1:
+            for low, high, _ in wanted.ranges:
+                file, start = self._file(stored.path, stack), stored.entry.start + low
+                os.posix_fadvise(file, start, min(high - low, MOST_AHEAD), os.POSIX_FADV_WILLNEED)
 
     def _file(self, path: Path, stack: ExitStack) -> int:
         if path not in self.open:
