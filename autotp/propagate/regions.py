@@ -207,11 +207,12 @@ class _Finder:
         return border(self.trace, self.known, value, self.layouts.get(value, [INVARIANT])[0], self.node)
 
     def _owner(self, node: fx.Node, origins: frozenset[str]) -> Call | None:
-        """The smallest module around `node` that owns all the cut tensors of `origins`."""
-        if not origins or not origins <= self.tensors:
+        """The smallest module around `node` that owns all the raw cut tensors of `origins`."""
+        raw = origins & self.tensors
+        if not raw:
             return None
         for path, call in reversed(node.meta.get("stack", ())):
-            if all(name.startswith(f"{path}." if path else "") for name in origins):
+            if all(name.startswith(f"{path}." if path else "") for name in raw):
                 return path, call
         return None
 
