@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autotp
 from autotp import mappings
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
@@ -640,3 +641,60 @@ def test_meta_device_and_dtype() -> None:
     want = nn.init.xavier_normal_(torch.empty(6, 4, dtype=torch.bfloat16))
     assert torch.equal(made.weight, want)
     assert RowParallelLinear(4, 6, bias=False).bias is None
+
+
+class Named(nn.Linear):
+    """A class of its own for how it is made, as models have it."""
+
+    def __init__(self, features: int, wide: int) -> None:
+        super().__init__(features, wide)
+        self.note = "mine"
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def twice(self) -> int:
+        return 2 * self.out_features
+
+
+class Sparse(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Counting(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) * 2
+
+
+class Mixed(nn.Module):
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+class WithMixed(nn.Linear, Mixed):
+    pass
+
+
+class Wide(nn.Linear):
+    in_features = 3
+
+
+def test_a_subclass_that_adds_nothing_keeps_its_class() -> None:
+    whole = nn.Sequential(Named(6, 9), nn.Tanh(), Named(9, 6))
+    assert autotp.verify(whole, {"0": "column", "2": "row"}, tp=2).ok
+
+    def rank(group: Group) -> bool:
+        layer = autotp.shard(copy.deepcopy(whole), {"0": "column", "2": "row"}, group)[0]
+        again = copy.deepcopy(layer)
+        assert isinstance(layer, Named) and isinstance(layer, ColumnParallelLinear)
+        assert (type(layer).__name__, layer.note, layer.twice()) == ("Named", "mine", 18)
+        return torch.equal(again(torch.ones(2, 6)), layer(torch.ones(2, 6)))
+
+    assert simulate(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("kind", [Sparse, Counting, WithMixed, Wide])
+def test_a_subclass_that_may_compute_otherwise_is_none(kind: type[nn.Linear]) -> None:
+    analysis = autotp.analyze(nn.Sequential(kind(6, 9)), {"0": "column"}, tp=2)
+    assert "AT206" in {d.code for d in analysis.diagnostics}

@@ -21,6 +21,7 @@ from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
+from autotp.nn.behind import behind
 from autotp.nn.lookup import lookup, renormalise_columns, renormalise_rows
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
 from autotp.placement import Shard
@@ -188,7 +189,7 @@ class VocabParallelEmbedding(_CutEmbedding):
             )
         if len(shard.ranges(rows, group.rank)) != 1 or cut_of(shard, rows, 0).shared:
             raise UsageError(f"{cls.__name__}: {shard} does not give each rank one range of rows of its own")
-        module.__class__ = cls if kind is nn.Embedding else _behind(kind)
+        module.__class__ = cls if kind is nn.Embedding else behind(kind, VocabParallelEmbedding)
         assert isinstance(module, VocabParallelEmbedding)
         module._place(shard, group)
         module.check_ids = check_ids
@@ -207,31 +208,6 @@ class VocabParallelEmbedding(_CutEmbedding):
             sparse=self.sparse,
         )  # (..., width), zeros for other ranks' ids
         return mappings.reduce_(rows, self.group) if self.reduce_output else rows
-
-
-_BEHIND: dict[type[nn.Embedding], type[nn.Embedding]] = {}
-
-
-def _behind(kind: type[nn.Embedding]) -> type[nn.Embedding]:
-    """`kind` with the parallel layer behind it, where its `super()` finds it."""
-    if kind not in _BEHIND:
-        body: dict[str, Any] = {
-            "__module__": kind.__module__,
-            "__qualname__": kind.__qualname__,
-            "__doc__": kind.__doc__,
-        }
-        body["__reduce_ex__"] = _reduce
-        _BEHIND[kind] = type(kind.__name__, (kind, VocabParallelEmbedding), body)
-    return _BEHIND[kind]
-
-
-def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    return _made_again, (type(module).__mro__[1],), module.__dict__
-
-
-def _made_again(kind: type[nn.Embedding]) -> nn.Embedding:
-    made = _behind(kind)
-    return made.__new__(made)
 
 
 class ParallelEmbedding(_CutEmbedding):

@@ -23,10 +23,12 @@ from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
+from autotp.nn.behind import behind
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
 from autotp.nn.overlap import copied_linear
 from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
+from autotp.trace.delegates import adds_nothing
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -98,17 +100,16 @@ class _ParallelLinear(nn.Linear):
 
     @classmethod
     def _adopt(cls, module: nn.Linear, *, shard: Shard, group: Mesh, dim: int, cut_bias: bool) -> None:
-        if type(module) is not nn.Linear:
-            raise UsageError(
-                f"{cls.__name__} takes the place of an nn.Linear, not of {type(module).__name__}"
-            )
+        kind = type(module)
+        if kind is not nn.Linear and not adds_nothing(kind, nn.Linear):
+            raise UsageError(f"{cls.__name__} takes the place of an nn.Linear, not of {kind.__name__}")
         ranks, size = group_of(group), (module.out_features, module.in_features)[dim]
         if shard.dim != dim or shard.tp != ranks.size or not shard.fits(size):
             raise UsageError(
                 f"{cls.__name__}: {shard} is no cut of dim {dim} of the weight, {size} elements over "
                 f"{ranks.size} ranks"
             )
-        module.__class__ = cls
+        module.__class__ = cls if kind is nn.Linear else behind(kind, cls)
         assert isinstance(module, _ParallelLinear)
         module.group, module.shard, module.layouts = ranks, shard, {"weight": shard}
         if cut_bias and module.bias is not None:
@@ -200,8 +201,8 @@ class ColumnParallelLinear(_ParallelLinear):
         several ranks: their gradient is summed over these. `copy_input` may be a copy that several layers
         share; with False the input's gradient is summed elsewhere.
 
-        Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
-        differ, and for a shard of another dim, size or number of ranks.
+        Raises UsageError, with the module as it was, for a subclass of nn.Linear that overrides anything of
+        it, and for a shard of another dim, size or number of ranks.
         """
         cls._adopt(module, shard=shard, group=group, dim=0, cut_bias=True)
         assert isinstance(module, ColumnParallelLinear)
@@ -286,8 +287,8 @@ class RowParallelLinear(_ParallelLinear):
         `shard` cuts dim 1 of the weight; the caller slices it. With `reduce_output=False` the output
         stays partial, with the bias in rank 0's part: for a reduce that stands after a sum of branches.
 
-        Raises UsageError, with the module as it was, for a subclass of nn.Linear, whose forward might
-        differ, and for a shard of another dim, size or number of ranks.
+        Raises UsageError, with the module as it was, for a subclass of nn.Linear that overrides anything of
+        it, and for a shard of another dim, size or number of ranks.
         """
         if shard.tp > 1 and shard.fits(module.in_features) and cut_of(shard, module.in_features, 1).shared:
             raise UsageError(

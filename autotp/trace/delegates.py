@@ -15,10 +15,33 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["delegates"]
+__all__ = ["adds_nothing", "delegates"]
 
 _HARMLESS = ("device", "dtype")  # of the weight
 _TABLES = ("_parameters", "parameters", "named_parameters", "state_dict", "__dict__", "get_parameter")
+
+
+_OWN = frozenset([  # what a class may have of its own, although every class has it
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__parameters__",
+    "__init__", "__repr__", "extra_repr", "reset_parameters", "__constants__", "__firstlineno__",
+    "__static_attributes__",
+])  # fmt: skip
+
+
+def adds_nothing(kind: type[nn.Module], layer: type[nn.Module]) -> bool:
+    """Whether `kind` is a subclass of `layer` that computes as it does: it overrides nothing but how an
+    instance is made, filled and shown. What else it has of its own, the layer's forward never asks for.
+
+    >>> adds_nothing(nn.modules.linear.NonDynamicallyQuantizableLinear, nn.Linear)
+    True
+    """
+    if not issubclass(kind, layer) or kind is layer:
+        return False
+    own = kind.__mro__[: kind.__mro__.index(layer)]
+    if kind.__mro__[len(own) :] != layer.__mro__ or any(layer not in one.__mro__ for one in own):
+        return False  # other bases beside the layer
+    known = {*dir(layer), "weight", "bias", "in_features", "out_features", "__getattribute__"} - _OWN
+    return not any(known & vars(one).keys() for one in own)
 
 
 _KNOWN: dict[tuple[type[nn.Module], type[nn.Module]], bool] = {}
@@ -42,7 +65,8 @@ def delegates(kind: type[nn.Module], layer: type[nn.Module]) -> bool:
 
 def _delegates(kind: type[nn.Module], layer: type[nn.Module]) -> bool:
     own = kind.__mro__[: kind.__mro__.index(layer)] if issubclass(kind, layer) else ()
-    if not own or any(layer not in one.__mro__ for one in own):
+    bases = kind.__mro__[len(own) :]
+    if not own or bases != layer.__mro__ or any(layer not in one.__mro__ for one in own):
         return False  # the layer itself, or one with other bases beside it
     if any("__getattr__" in vars(one) or "__getattribute__" in vars(one) for one in own):
         return False

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autotp.inventory import Inventory, ModuleInfo, TensorInfo
-from autotp.trace.delegates import delegates
+from autotp.trace.delegates import adds_nothing, delegates
 
 __all__ = ["inventory", "kind_of"]
 
@@ -29,12 +29,13 @@ _FORWARDS = ("torch.nn.modules.linear", "torch.nn.modules.sparse", "torch.nn.mod
 
 def kind_of(module: nn.Module) -> str:
     """What a module is to a plan; only the exact classes with torch's own forward count, since a subclass or
-    a patched forward may compute otherwise, and embeddings that are seen to compute through torch's."""
+    a patched forward may compute otherwise, and subclasses that are seen to add nothing (linear layers) or to
+    compute through torch's (embeddings)."""
     if "forward" not in vars(module) and delegates(type(module), nn.Embedding):
         return "embedding"
     if "forward" in vars(module) or type(module).forward.__module__ not in _FORWARDS:
         return "other"
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or adds_nothing(type(module), nn.Linear):
         return "linear"
     if type(module) is nn.Embedding:
         return "embedding"
