@@ -189,7 +189,7 @@ class _Walk:
         name = value.meta.get("name", "")
         read = self.whole.reads.get(name) if value.op == "get_attr" else None
         if read is not None:
-            kinds = ["copy"] * read.copied + ["slice"] * (read.shard is not None)
+            kinds = ["share"] * read.shared + ["copy"] * read.copied + ["slice"] * (read.shard is not None)
             of = self._relative(name)
             return [
                 Mapped(kind, "before", of) for kind in kinds

@@ -1,5 +1,5 @@
-"""What the proof adds by itself, because it costs nothing in forward: whole tensors that are copied or
-sliced where they are read, and mappings at the border of modules whose raw tensors are cut."""
+"""What the proof adds by itself, because it costs nothing in forward: whole tensors that are copied,
+sliced or shared where they are read, and mappings at the border of modules."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def added_lines(analysis: Analysis) -> list[tuple[str, str]]:
     lines: dict[tuple[str, str], None] = {}
     for read in analysis.reads:
         words = ["copied where it is read: its gradient is summed"] if read.copied else []
+        if read.shared:
+            words.append("shared where it is read: it belongs to the first rank's part of a sum")
         if read.held is not None:
             words.append("its gradient is summed over the ranks that hold the same part")
         if read.shard is not None:

@@ -94,6 +94,7 @@ def document(analysis: Analysis) -> dict[str, object]:
             {
                 "name": read.name,
                 "copied": read.copied,
+                "shared": read.shared,
                 "layout": None if read.shard is None else layout_data(read.shard, tensors[read.name].shape),
             }
             for read in analysis.reads
