@@ -310,3 +310,61 @@ def test_a_sum_of_a_border_may_be_added_to_in_place():
     plan = {f"{module}.{n}": rule for module in ("raw", "other") for n, rule in names.items()}
     result = autotp.verify(AddedInPlace(), plan, tp=2, inputs=torch.zeros(5, 16))
     assert result.ok and result.max_grad_diff < 1e-10, str(result)
+
+
+class Loop(nn.Module):
+    """Experts one after the other, each on the rows that chose it, their sums in fresh zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 32))
+        self.bias = nn.Parameter(torch.randn(4, 16))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(4):
+            row, place = torch.where(chosen == expert)
+            h = F.gelu(F.linear(x[row], self.up[expert]))
+            y = F.linear(h, self.down[expert], self.bias[expert])
+            out.index_add_(0, row, y * weights[row, place, None])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.norm = nn.Linear(16, 4), Loop(), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        return x + self.experts(self.norm(x), chosen, weights)
+
+
+def test_a_loop_over_experts_is_exact():
+    plan = {"up": {"style": "column", "dim": 1}, "down": {"style": "row", "dim": 2}}
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    analysis = autotp.analyze(Mixture(), plan, tp=3, inputs=x)
+    assert analysis.ok and analysis.reads == (Read("experts.bias", copied=False, shared=True),)
+    assert autotp.verify(Mixture(), plan, tp=3, inputs=x).max_grad_diff < 1e-12
+
+
+@pytest.mark.slow
+def test_biases_of_experts_are_shared():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    plan = {
+        "q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row",
+        "experts.gate_up_proj": {"style": "column", "dim": 2, "heads": 8},
+        "experts.gate_up_proj_bias": {"style": "column", "dim": 1, "heads": 8},
+        "experts.down_proj": {"style": "row", "dim": 1, "heads": 8},
+    }  # fmt: skip
+    model = GptOssForCausalLM(GptOssConfig(**sizes)).eval()
+    reads = autotp.analyze(model, plan, tp=2).reads
+    assert [r.name for r in reads if r.shared] == [
+        f"model.layers.{n}.mlp.experts.down_proj_bias" for n in (0, 1)
+    ]
+    assert autotp.verify(model, plan, tp=2).ok
