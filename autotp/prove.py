@@ -54,7 +54,8 @@ class Proof:
     numbers on a shard, `random_in_eval` those of them that draw in evaluation, too. `propagations` are the
     layouts of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as
     another one does, `edits` the edits of the model's code, found and proven, `branches` those of the code
-    that handles sharded values which no mode took.
+    that handles sharded values which no mode took. `random_common` are modules inside of those in `random`
+    that draw what all ranks share.
     """
 
     cuts: dict[str, Shard]
@@ -71,6 +72,7 @@ class Proof:
     covered: Mapping[str, str] = field(default_factory=dict)
     random_in_eval: set[str] = field(default_factory=set)
     branches: tuple[Branch, ...] = ()
+    random_common: set[str] = field(default_factory=set)
     edits: Edits = field(default_factory=Edits)
 
 
@@ -220,6 +222,8 @@ class _Prover:
         for path, names in (read | whole.repeated).items():
             self.inputs.setdefault(path, {})[mode] = names
         proof.random |= whole.random
+        inside = (p for p in whole.random_whole if any(_within(p, path) for path in whole.random))
+        proof.random_common |= set(inside)
         if not training:
             proof.random_in_eval |= whole.random
         told = {d.message for d in proof.diagnostics}
@@ -285,11 +289,14 @@ def _sizes(samples: Samples) -> set[int]:
     return {size for _, tensor, _ in tensors_in(given) for size in tensor.shape}
 
 
+def _within(path: str, root: str) -> bool:
+    return path != root and (not root or path.startswith(f"{root}."))
+
+
 def _random(whole: Propagation) -> None:
-    """Random numbers on a shard differ by rank: whole modules switch their stream, so they may not mix."""
+    """Random numbers on a shard differ by rank: modules switch their stream, so one may not draw both."""
     for path in sorted(whole.random):
-        mixed = sorted(p for p in whole.random_whole if p == path or p.startswith(f"{path}." if path else ""))
-        if mixed:
+        if path in whole.random_whole:
             whole.findings.append(
                 dual.finding_in(
                     whole, path, "AT316",

@@ -11,8 +11,7 @@ The rank's seed is offset by 2718 + rank, as in Megatron-LM (tensor_parallel/ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autotp.comm import Group, group_of, within
-from autotp.diagnostic import UsageError
+from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.mappings import Mesh
 
-__all__ = ["RankDropout", "Streams", "rank_stream", "synchronize", "use_rank_stream"]
+__all__ = [
+    "RankDropout", "Streams", "rank_stream", "synchronize", "use_common_stream", "use_rank_stream",
+]  # fmt: skip
 
 RANK_OFFSET = 2718
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that different seeds stay different in the low 32 bits
@@ -34,16 +35,36 @@ def _drawn() -> Tensor:
     return torch.randint(0, 2**63 - 1, (), device="cpu")
 
 
-@contextmanager
-def _seeded(seed: int, drawn: Tensor | None = None) -> Iterator[None]:
-    """Run on `seed` and one number of the common stream; then go back to the common one."""
-    mixed = (int(_drawn() if drawn is None else drawn) ^ (seed * SPREAD)) % 2**63
+def _states() -> list[Tensor]:
+    """The states of torch's global generators: the CPU's, and this device's where CUDA runs."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+
+
+def _restore(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+class _Seeded(AbstractContextManager[None]):
+    """Run on `seed` and one number of the common stream; then go back to the common one, whose state is
+    `common` meanwhile."""
+
+    def __init__(self, seed: int, drawn: Tensor | None = None) -> None:
+        self._seed, self._drawn = seed, drawn
+        self.common: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        drawn = int(_drawn() if self._drawn is None else self._drawn)
+        self.common = _states()
+        mixed = (drawn ^ (self._seed * SPREAD)) % 2**63
         torch.default_generator.manual_seed(mixed)
-        if on_cuda:
+        if len(self.common) > 1:
             torch.cuda.manual_seed(mixed)
-        yield
+
+    def __exit__(self, *error: object) -> None:
+        _restore(self.common)
 
 
 def rank_stream(group: Mesh = None) -> AbstractContextManager[None]:
@@ -59,7 +80,11 @@ def rank_stream(group: Mesh = None) -> AbstractContextManager[None]:
     >>> bool(a == b), bool(x == y)
     (False, True)
     """
-    return _seeded(RANK_OFFSET + group_of(group).rank)
+    return _rank_stream(group_of(group))
+
+
+def _rank_stream(group: Group) -> _Seeded:
+    return _Seeded(RANK_OFFSET + group.rank)
 
 
 class Streams:
@@ -90,7 +115,7 @@ class Streams:
         if name not in self._seeds:
             known = ", ".join(map(repr, self._seeds)) or "none"
             raise UsageError(f"there is no stream {name!r}; there is: {known}")
-        return _seeded(self._seeds[name])
+        return _Seeded(self._seeds[name])
 
     def reset(self) -> None:
         """Forget all streams."""
@@ -109,7 +134,7 @@ class Streams:
 @torch.library.custom_op("autotp::rank_mask", mutates_args=())
 def _rank_mask(x: Tensor, drawn: Tensor, seed: int, p: float) -> Tensor:
     """What dropout multiplies `x` by, from `drawn` and `seed` alone, so that it may be computed again."""
-    with _seeded(seed, drawn):
+    with _Seeded(seed, drawn):
         return F.dropout(torch.ones_like(x), p, True)
 
 
@@ -141,10 +166,10 @@ class _OnRankStream:
     def __init__(self, group: Group, always: bool) -> None:
         self.group = group
         self.always = always
-        self.entered: list[AbstractContextManager[None] | None] = []
+        self.entered: list[_Seeded | None] = []
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        stream = rank_stream(self.group) if module.training or self.always else None
+        stream = _rank_stream(self.group) if module.training or self.always else None
         if stream is not None:
             stream.__enter__()
         self.entered.append(stream)
@@ -168,6 +193,48 @@ def use_rank_stream(module: nn.Module, group: Mesh = None, *, always: bool = Fal
         module.__dict__["group"] = group_of(group)
         return
     hooks = _OnRankStream(group_of(group), always)
+    module.register_forward_pre_hook(hooks.enter)
+    module.register_forward_hook(hooks.leave, always_call=True)
+
+
+class _OnCommonStream:
+    """The two hooks that take a module inside of one on the rank's stream back to the common stream."""
+
+    def __init__(self, around: _OnRankStream) -> None:
+        self.around = around
+        self.left: list[tuple[_Seeded, list[Tensor]] | None] = []
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not module.training and not self.around.always:
+            self.left.append(None)
+            return
+        stream = next((s for s in self.around.entered if s is not None), None)
+        if stream is None:
+            raise UnprovenPath(
+                f"{type(module).__name__}: it draws random numbers that all ranks share, inside of a layer "
+                "that draws its own on each rank, and is run outside of that layer's forward; checkpoint the "
+                "whole layer, or call the layer"
+            )
+        self.left.append((stream, _states()))
+        _restore(stream.common)
+
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        left = self.left.pop() if self.left else None
+        if left is not None:
+            stream, own = left
+            stream.common = _states()
+            _restore(own)
+
+
+def use_common_stream(module: nn.Module, around: nn.Module) -> None:
+    """Run `module`'s forward on the stream that is common to all ranks, inside of `around`, a module that
+    runs on the rank's own stream: the dropout of a whole value in a layer that draws on shards.
+
+    Outside of `around`'s forward it raises UnprovenPath where it would draw: activation checkpointing of
+    `module` alone could not bring back what it drew.
+    """
+    found = [getattr(hook, "__self__", None) for hook in around._forward_pre_hooks.values()]
+    hooks = _OnCommonStream(next(one for one in found if isinstance(one, _OnRankStream)))
     module.register_forward_pre_hook(hooks.enter)
     module.register_forward_hook(hooks.leave, always_call=True)
 

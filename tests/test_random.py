@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autotp.comm import Group, group_of, simulate
-from autotp.diagnostic import UsageError
-from autotp.random import Streams, rank_stream, synchronize, use_rank_stream
+from autotp.diagnostic import UnprovenPath, UsageError
+from autotp.random import Streams, rank_stream, synchronize, use_common_stream, use_rank_stream
 from tests.test_mappings import randn
 
 
@@ -213,3 +213,47 @@ def test_cuda_streams() -> None:
     a, b = simulate(2, scenario)
     assert not torch.equal(a[0], b[0])
     assert torch.equal(a[1], b[1])
+
+
+class Attention(nn.Module):
+    """Draws by itself on a shard, and by a module inside on a whole value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own = nn.functional.dropout(x, 0.5, self.training)
+        shared = self.dropout(x)
+        return own, shared, nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_a_module_inside_draws_what_all_ranks_share() -> None:
+    def scenario(group: Group) -> list[Tensor]:
+        module = Attention()
+        use_rank_stream(module, group)
+        use_common_stream(module.dropout, module)
+        found = []
+        for each in (module, copy.deepcopy(module)):
+            torch.manual_seed(3)
+            x = torch.ones(64, requires_grad=True)
+            found += [*each(x), torch.rand(2)]
+            torch.manual_seed(3)
+            found += [*checkpoint(each, x, use_reentrant=False), torch.rand(2)]
+            sum(part.sum() for part in found[-4:-1]).backward()
+            assert torch.equal(
+                x.grad, sum(found[-4:-1])
+            )  # the masks of the second run are those of the first
+        with pytest.raises(UnprovenPath, match="checkpoint the whole layer"):
+            module.dropout(x)
+        module.eval()
+        assert torch.equal(module.dropout(x), x)
+        return found
+
+    a, b = simulate(2, scenario)
+    assert all(torch.equal(x, y) for x, y in zip(a, a[4:], strict=False))
+    for place in range(0, len(a), 4):
+        own, shared, again, after = a[place : place + 4]
+        assert not torch.equal(own, b[place]) and not torch.equal(again, b[place + 2])
+        assert torch.equal(shared, b[place + 1]) and torch.equal(after, b[place + 3])
+        assert not torch.equal(own, shared) and not torch.equal(own, again)

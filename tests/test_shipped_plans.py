@@ -102,6 +102,79 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2ForCausalLM", GROUPED),
     "vit": ("ViTModel", IMAGES),
     "xlm-roberta": ("XLMRobertaForMaskedLM", SIZES),
+    "opt": (
+        "OPTForCausalLM",
+        {
+            "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3,
+            "ffn_dim": 67, "word_embed_proj_dim": 48, "max_position_embeddings": 64,
+        },
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": 97, "n_embd": 48, "n_inner": 67, "n_layer": 1, "n_head": 3, "n_positions": 64},
+    ),
+    "gptj": (
+        "GPTJForCausalLM",
+        {
+            "vocab_size": 97, "n_embd": 48, "n_inner": 67, "n_layer": 1, "n_head": 3, "n_positions": 64,
+            "rotary_dim": 4,
+        },
+    ),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {
+            "vocab_size": 97, "hidden_size": 48, "intermediate_size": 67, "num_layers": 2, "num_heads": 3,
+            "max_position_embeddings": 64, "attention_types": [[["global", "local"], 1]], "window_size": 5,
+        },
+    ),
+    "codegen": (
+        "CodeGenForCausalLM",
+        {
+            "vocab_size": 97, "n_embd": 64, "n_inner": 67, "n_layer": 1, "n_head": 4, "n_positions": 64,
+            "rotary_dim": 4,
+        },
+    ),
+    "xglm": (
+        "XGLMForCausalLM",
+        {
+            "vocab_size": 97, "d_model": 48, "ffn_dim": 67, "num_layers": 1, "attention_heads": 3,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 97, "d_model": 48, "d_kv": 8, "d_ff": 67, "num_layers": 2, "num_heads": 3,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            "vocab_size": 97, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1,
+            "encoder_attention_heads": 3, "decoder_attention_heads": 6, "encoder_ffn_dim": 67,
+            "decoder_ffn_dim": 67, "num_mel_bins": 8, "max_source_positions": 10,
+            "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
+    ),
+    "persimmon": ("PersimmonForCausalLM", {**SIZES, "num_attention_heads": 3}),
+    "stablelm": ("StableLmForCausalLM", GROUPED),
+    "mpt": (
+        "MptForCausalLM",
+        {
+            "vocab_size": 97, "d_model": 48, "n_heads": 3, "n_layers": 1, "max_seq_len": 64,
+            "expansion_ratio": 2,
+        },
+    ),
+    "phi3": ("Phi3ForCausalLM", {**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3}),
+    "deberta-v2": (
+        "DebertaV2ForMaskedLM",
+        {
+            **SIZES, "num_attention_heads": 3, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+            "share_att_key": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm",
+        },
+    ),
 }  # fmt: skip
 
 # One of each build, for the fast set: the others are like one of these.
@@ -132,8 +205,8 @@ def save(model: nn.Module, folder: Path) -> None:
 
 
 HEADS = (
-    "num_attention_heads", "num_key_value_heads", "n_heads", "encoder_attention_heads",
-    "decoder_attention_heads",
+    "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "attention_heads",
+    "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from autotp.nn.norm import ParallelLayerNorm, ParallelRMSNorm
 from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 from autotp.plan import Plan
-from autotp.random import use_rank_stream
+from autotp.random import use_common_stream, use_rank_stream
 from autotp.rewrite.specialise import specialise
 from autotp.rewrite.undo import Change, changes, snapshot
 from autotp.slicing import take
@@ -111,6 +111,9 @@ def apply(model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = Tru
         specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group, analysis.code)
         for path in analysis.random:
             use_rank_stream(model.get_submodule(path), group, always=path in analysis.random_in_eval)
+        for path in analysis.random_common:
+            around = min((p for p in analysis.random if not p or path.startswith(f"{p}.")), key=len)
+            use_common_stream(model.get_submodule(path), model.get_submodule(around))
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
         if callable(getattr(model, "save_pretrained", None)):
