@@ -25,7 +25,7 @@ from autotp.propagate.call import Conflict
 from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
-from autotp.trace.graph import REPEATED, Repeat, Trace, TraceError, Val, tensors_in
+from autotp.trace.graph import GRADIENT, REPEATED, Repeat, Trace, TraceError, Val, tensors_in
 from autotp.trace.inventory import kind_of
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Mode
@@ -389,6 +389,8 @@ class _Comparison:
     def _id(self, node: fx.Node) -> Any:
         if node.target in (operator.getitem, REPEATED):
             return (str(node.target), self._id(node.all_input_nodes[0]), node.args[1])
+        if node.target is GRADIENT:
+            return (str(node.target), self._id(node.all_input_nodes[0]))
         return self.ids.get(node)
 
     def _finding(

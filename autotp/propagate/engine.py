@@ -34,7 +34,7 @@ from autotp.propagate.reductions import REDUCTIONS
 from autotp.propagate.regions import Region, border, regions_around, regions_for
 from autotp.propagate.shapes import SHAPES, VIEWS
 from autotp.propagate.splitting import SPLITTING
-from autotp.trace.graph import REPEATED, Trace, Val
+from autotp.trace.graph import GRADIENT, REPEATED, Trace, Val
 
 __all__ = [
     "Engine", "Finding", "Propagation", "Walk", "arguments_of", "draws", "name_of", "named_arguments",
@@ -265,7 +265,10 @@ class Engine:
         cut = (n for n in node.all_input_nodes if not is_whole(self._seen(n, node)))
         origins = frozenset().union(*(self.origins[n] for n in cut))
         try:
-            if node.target is REPEATED:
+            if node.target in (
+                REPEATED,
+                GRADIENT,
+            ):  # a shard's gradient is a shard alike: `_foreign_backward`
                 (repeated,) = node.all_input_nodes
                 self._set(node, [self._seen(repeated, node)], origins)
                 return
@@ -411,6 +414,20 @@ class Engine:
                 notes=(f"{value}",),
             )
             self._find(node, conflict, self.origins[node])
+        for name, into, found in self.result.trace.gradients:
+            # A gradient is laid out as its value is: of a whole value whole, of a shard a shard.
+            held, got = (self.result.layouts.get(n, [])[:1] for n in (into, found))
+            if not held or not got or (held == got and held[0] not in (REPLICATE, PARTIAL)):
+                continue
+            given = self._value(into, None, grad=False)
+            conflict = Conflict(
+                "AT323",
+                f"the backward of {name} gives a gradient of {given.name} that is not laid out as the value "
+                "itself",
+                blame=(given,),
+                notes=(f"{given}", f"its gradient: {describe(got[0])}"),
+            )
+            self._find(found, conflict, self.origins[into])
 
     def _attempt(self, node: fx.Node, overrides: Mapping[fx.Node, Layout]) -> list[Layout]:
         """What the op's rule says when some of its inputs had other layouts."""

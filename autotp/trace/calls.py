@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.trace.graph import OPAQUE, TraceError, called, given_in, parameters_of, tensors_in
+from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, called, given_in, parameters_of, tensors_in
 from autotp.trace.layers import Layers
 from autotp.trace.repeats import Repeats
 from autotp.trace.source import error_span
@@ -109,6 +109,31 @@ class Calls(Values):
             for _, tensor, _ in tensors_in(values):
                 if tensor.requires_grad:
                     self.node(tensor).meta.setdefault("backward", []).append(name)
+
+    def ran_backward(self, name: str, given: Any, out: Any, before: int) -> bool:
+        """Whether the backward of an `autograd.Function` was recorded, which ran since the graph had
+        `before` nodes: of one tensor to one tensor, on a gradient of which only the shape is known."""
+        if not self.recording or not torch.is_grad_enabled() or self.custom is not None:
+            return False
+        into = {id(t): t for _, t, _ in tensors_in(given) if t.requires_grad}
+        if len(into) != 1 or not isinstance(out, torch.Tensor) or not out.requires_grad:
+            return False
+        (value,) = into.values()
+        here = len(self.trace.graph.nodes)
+        node = self.create(GRADIENT, (self.node(out),), {}, [])
+        gradient: torch.Tensor = self.paused(lambda: torch.empty_like(out, requires_grad=False))
+        node.meta["val"] = val_of(gradient)
+        self.bind(gradient, node)
+        try:
+            (found,) = torch.autograd.grad(out, value, gradient, retain_graph=True)
+        except Exception:
+            for late in reversed(list(self.trace.graph.nodes)[here:]):
+                self.trace.graph.erase_node(late)
+            return False  # it cannot be recorded, so that it stays unknown
+        self.trace.gradients.append((name, self.node(value), self.node(found)))
+        for inside in list(self.trace.graph.nodes)[before:]:
+            inside.meta["custom"] = None
+        return True
 
     def error(self, error: Exception) -> TraceError:
         """Where the forward failed, in the words of the exception."""

@@ -18,7 +18,7 @@ from torch import fx, nn
 from autotp.diagnostic import Span
 
 __all__ = [
-    "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "given_in",
+    "GRADIENT", "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "given_in",
     "named_place", "numbers_in", "parameters_of", "tensors_in",
 ]  # fmt: skip
 
@@ -103,8 +103,8 @@ class Trace:
     - `source`: a `Span` of the model's code
     - `grads`: the input nodes that required a gradient when they were used
     - `mutates`: the input nodes that the op writes
-    - `custom`: the name of the `autograd.Function` whose forward the op is in, or None: its backward is
-      code of its own, which no trace shows, and inside of it `grads` is empty
+    - `custom`: the name of the `autograd.Function` whose forward the op is in, if its backward, code of its
+      own, is not in the trace; inside of it `grads` is empty
     - `backward`: what code of its own sees the value's gradient: gradient hooks, `autograd.Function`s
     - on `get_attr`, `name` and `origin`: "parameter", "buffer", "constant" or "unknown".
 
@@ -127,6 +127,7 @@ class Trace:
     returned: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     stored: list[Output] = field(default_factory=list)
+    gradients: list[tuple[str, fx.Node, fx.Node]] = field(default_factory=list)
     opaque: tuple[str, ...] = ()
     route: str = "recorder"
     repeats: list[Repeat] = field(default_factory=list)
@@ -154,7 +155,9 @@ OPAQUE = _Mark("opaque")
 """A module that was not looked into: its tensors in, its tensors out."""
 REPEATED = _Mark("repeated")
 """A value of a layer that is left out: (the value of the layer that it repeats, its number in `repeats`)."""
-_NO_OPS = (operator.getitem, REPEATED)
+GRADIENT = _Mark("gradient")
+"""The gradient of a value, as the backward of an `autograd.Function` is given it."""
+_NO_OPS = (operator.getitem, REPEATED, GRADIENT)
 
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 _LEAVES = (torch.Tensor, *_PLAIN)

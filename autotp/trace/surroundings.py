@@ -51,13 +51,17 @@ def functions(recorder: Calls) -> Iterator[None]:
         if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
         recorder.repeats.break_off()
-        if not cls.__module__.startswith("torch._library"):  # the backward that a custom op registers
-            recorder.note_backward(cls.__name__, (args, kwargs))
-        was, recorder.custom = recorder.custom, cls.__name__
+        before, was = len(recorder.trace.graph.nodes), recorder.custom
+        if torch.is_grad_enabled():  # without gradients no backward runs
+            recorder.custom = cls.__name__
         try:
-            return original.__get__(None, cls)(*args, **kwargs)
+            out = original.__get__(None, cls)(*args, **kwargs)
         finally:
             recorder.custom = was
+        registered = cls.__module__.startswith("torch._library")  # the backward of a custom op
+        if not registered and not recorder.ran_backward(cls.__name__, (args, kwargs), out, before):
+            recorder.note_backward(cls.__name__, (args, kwargs))
+        return out
 
     hooked = torch.Tensor.register_hook
 
