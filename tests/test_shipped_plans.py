@@ -6,6 +6,7 @@ The sizes are odd where they may be: 6 query heads on 3 kv heads over 2 ranks ar
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 64, "attention_types": [[["global", "local"], 1]], "window_size": 5,
         },
     ),
+    "bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": 97, "hidden_size": 48, "n_layer": 1, "n_head": 3},
+    ),
     "codegen": (
         "CodeGenForCausalLM",
         {
@@ -163,7 +168,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": (
         "MptForCausalLM",
         {
-            "vocab_size": 97, "d_model": 48, "n_heads": 3, "n_layers": 1, "max_seq_len": 64,
+            "vocab_size": 97, "d_model": 48, "n_heads": 3, "n_layers": 2, "max_seq_len": 64,
             "expansion_ratio": 2,
         },
     ),
@@ -186,7 +191,9 @@ def build(name: str, **changes: Any) -> nn.Module:
     """The tiny model of a plan, in eval mode."""
     transformers.logging.set_verbosity_error()
     model, sizes = MODELS[name]
-    cls = getattr(transformers, model)
+    with warnings.catch_warnings():  # DeBERTa is scripted on import, which torch deprecates
+        warnings.simplefilter("ignore", DeprecationWarning)
+        cls = getattr(transformers, model)
     torch.manual_seed(0)
     built = cls(cls.config_class(**{**sizes, **changes})).eval()
     assert isinstance(built, nn.Module)
@@ -221,6 +228,8 @@ def doubled(name: str) -> dict[str, Any]:
 def three(name: str) -> dict[str, Any]:
     """Three heads, each with its own keys and values: over 2 ranks 2 + 1."""
     sizes = MODELS[name][1]
+    if name == "codegen":  # its heads come in fours
+        return {}
     return {key: 3 for key in HEADS if key in sizes} | ({"head_dim": 16} if "head_dim" in sizes else {})
 
 
