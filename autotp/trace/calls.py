@@ -119,6 +119,8 @@ class Calls(Values):
         if len(into) != 1 or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return False
         (value,) = into.values()
+        if out is value or out.grad_fn is value.grad_fn:
+            return False  # written in place: what the gradient goes to is no more
         here = len(self.trace.graph.nodes)
         node = self.create(GRADIENT, (self.node(out),), {}, [])
         gradient: torch.Tensor = self.paused(lambda: torch.empty_like(out, requires_grad=False))
