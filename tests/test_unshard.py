@@ -11,7 +11,7 @@ from torch import nn
 
 import autotp
 from autotp.comm import Group, simulate
-from tests import models
+from tests import architectures, models
 from tests.conftest import as_rank
 from tests.whole import MODELS, build, outcome
 
@@ -179,3 +179,34 @@ def test_a_model_that_changed_since() -> None:
     assert refused(cut).startswith(
         "fc1.weight on dim 0: its local size 3 is not a part of shard(dim 0: 17+16 of 33) on rank "
     )
+
+
+def gpt2() -> nn.Module:
+    return models.randomised(architectures.build("gpt2")).eval()
+
+
+def shared_heads() -> nn.Module:
+    """Each kv head is held by two of four ranks."""
+    return models.randomised(models.llama(num_hidden_layers=1, num_key_value_heads=2)).eval()
+
+
+CONV1D = {"mlp.c_fc": {"style": "column", "dim": 1}, "mlp.c_proj": {"style": "row", "dim": 0}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factory", "plan", "tp"), [(gpt2, CONV1D, 2), (shared_heads, "llama", 4)])
+def test_conv1d_and_kv_heads_of_several_ranks(factory, plan, tp: int) -> None:
+    def rank(group: Group) -> None:
+        model, whole = factory(), factory().state_dict()
+        classes = [type(module) for module in model.modules()]
+        autotp.shard(model, plan, group)
+        other = {n: v + 1 if v.is_floating_point() else v for n, v in whole.items()}
+        autotp.load_state_dict(model, other)
+        found = autotp.gather_state_dict(model)
+        assert list(found) == list(other) and all(torch.equal(found[n], v) for n, v in other.items())
+        autotp.load_state_dict(model, whole)
+        autotp.unshard(model)
+        assert [type(module) for module in model.modules()] == classes
+        assert all(torch.equal(v, whole[n]) for n, v in model.state_dict().items())
+
+    simulate(tp, rank)
