@@ -204,6 +204,12 @@ def test_dropout_on_a_shared_head_is_refused():
 
     assert codes(2) == set()
     assert codes(3) == codes(4) == {"AT316"}
+    model = Grouped(6, 2, "enable_gqa", dropped=0.5)
+    (told,) = autotp.analyze(model, plan(6, 2), tp=4, inputs=INPUTS).diagnostics
+    assert told.message == (
+        "dropout draws random numbers on elements that several ranks hold, and every rank draws others"
+    )
+    assert told.notes[0] == "shard(dim 1: 2 parts, held by 2+2 ranks)"
 
 
 # -- files
