@@ -133,6 +133,18 @@ def bigcode(queries: int, _: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     return model, {"wte": "vocab", "attn.c_attn": {"style": "column", "heads": [Q, 1, 1]}, **rows}
 
 
+def gpt2(queries: int, _: int) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Conv1D with three equal sections."""
+    config = transformers.GPT2Config(
+        vocab_size=99, n_embd=4 * queries, n_inner=129, n_layer=1, n_head=queries, n_positions=64,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2, attn_pdrop=0.0, resid_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = models.randomised(transformers.GPT2LMHeadModel(config), dtype=torch.float64).eval()
+    rows = {"attn.c_proj": "row", "mlp.c_fc": "column", "mlp.c_proj": "row", "lm_head": HEAD}
+    return model, {"wte": "vocab", "attn.c_attn": {"style": "column", "sections": 3, "heads": Q}, **rows}
+
+
 def falcon(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Linear layers that are no nn.Linear: with one kv head in its first form, else in its new one."""
     new = keys > 1
@@ -158,7 +170,15 @@ def falcon(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # GPTBigCode's own file
 @pytest.mark.parametrize(
     ("family", "queries", "keys", "tp"),
-    [(phi3, 6, 3, 2), (bigcode, 3, 1, 2), (bigcode, 4, 1, 3), (falcon, 3, 1, 2), (falcon, 6, 3, 2)],
+    [
+        (gpt2, 3, 3, 2),
+        (gpt2, 4, 4, 3),
+        (phi3, 6, 3, 2),
+        (bigcode, 3, 1, 2),
+        (bigcode, 4, 1, 3),
+        (falcon, 3, 1, 2),
+        (falcon, 6, 3, 2),
+    ],
 )
 def test_fused_weights(family, queries, keys, tp):
     exact(*family(queries, keys), tp)
