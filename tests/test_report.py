@@ -211,7 +211,14 @@ def test_errors_come_before_warnings_and_are_all_there(mlp):
 
 def test_edits_are_shown(mlp):
     edited = replace(mlp({"fc1": "column", "fc2": "row"}), edits="- h = 4\n+ h = local(4)\n")
-    assert "edits of the model's own code:\n- h = 4\n+ h = local(4)\n\n" in render(edited) + "\n\n"
+    assert "edits of the model's own code:\n- h = 4\n+ h = local(4)\n\n" in render(edited, diff=True) + "\n\n"
+    named = replace(
+        edited, edits="--- model.py\n+++ model.py (Net.forward)\n@@ -1 +1 @@\n- h = 4\n+ h = local(4)\n"
+    )
+    assert (
+        "edits of the model's own code (--diff, and `analysis.edits`, show them)\n"
+        "  model.py (Net.forward)  1 line\n"
+    ) in render(named)
 
 
 class PerHead(nn.Module):

@@ -31,6 +31,9 @@ def command(
         bool,
         typer.Option("--prove", help="Prove the layouts of a checkpoint on its traced graph. Imports torch."),
     ] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Show the edits of the model's own code as a diff.")
+    ] = False,
     format: Annotated[Format, typer.Option("--format", help="Form of the report.")] = Format.text,
 ) -> int:
     """Show what a plan does to a model: layouts, collectives and bytes a rank. Nothing is changed.
@@ -58,7 +61,7 @@ def command(
     else:
         from autotp.report.text import render
 
-        write(render(analysis, colour=colourful(sys.stdout)))
+        write(render(analysis, colour=colourful(sys.stdout), diff=diff))
     from autotp.cost import LOW
 
     little = any(finding.code == LOW for finding in analysis.diagnostics)

@@ -19,7 +19,7 @@ SHOWN = 5  # lines of what stays whole
 COLOURS = {"error": "1;31", "warning": "1;33", "ok": "1;32", "refused": "1;31", "bold": "1"}
 
 
-def render(analysis: Analysis, *, colour: bool = False) -> str:
+def render(analysis: Analysis, *, colour: bool = False, diff: bool = False) -> str:
     """The table, what stays whole, collectives, bytes, findings and the verdict, in that order."""
     lines = [paint(headline(analysis), "bold", colour), ""]
     lines += _table(rows(analysis))
@@ -31,8 +31,11 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
         width = max(len(name) for name, _ in added)
         lines += ["", "added by the proof", *(f"  {name.ljust(width)}  {words}" for name, words in added)]
     lines += ["", *_collectives(analysis), "", bytes_line(analysis)]
-    if analysis.edits:
+    if analysis.edits and diff:
         lines += ["", "edits of the model's own code:", analysis.edits.rstrip("\n")]
+    elif analysis.edits:
+        lines += ["", "edits of the model's own code (--diff, and `analysis.edits`, show them)"]
+        lines += [f"  {function}  {count(n, 'line')}" for function, n in edit_lines(analysis.edits)]
     branches = branch_lines(analysis)
     if branches:
         lines += ["", "not proven: branches that no traced mode took"]
@@ -42,6 +45,17 @@ def render(analysis: Analysis, *, colour: bool = False) -> str:
         lines += ["", one_finding(finding, colour=colour)]
     closing = verdict(analysis)
     return "\n".join([*lines, "", paint(closing, closing.partition(" ")[0].rstrip(":"), colour)])
+
+
+def edit_lines(diff: str) -> list[tuple[str, int]]:
+    """The functions of a diff of edits, each with the number of its lines that change."""
+    found: list[tuple[str, int]] = []
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            found.append((line.removeprefix("+++ "), 0))
+        elif line.startswith("+") and found:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+    return found
 
 
 def findings(diagnostics: tuple[Diagnostic, ...], *, colour: bool = False) -> str:
