@@ -56,7 +56,8 @@ def told(trace: Trace, path: str, call: int) -> list[Any]:
         lines.append((str(node.target), arguments, meta["val"], grads, rest, str(meta["source"])))
     for table in (trace.entered, trace.left):
         for where in sorted(p for p in table if f"{p}.".startswith(f"{path}.")):
-            calls = [[(place, str(name(n))) for place, n in table[where][c]] for c in (call,)]
+            # A module inside may run in the first forward alone.
+            calls = [[(place, str(name(n))) for place, n in c] for c in table[where][call : call + 1]]
             lines.append((where[len(path) :], calls))
     return lines
 
@@ -385,9 +386,16 @@ def test_a_failing_layer_is_reported_from_the_whole_model():
 def test_every_mode_of_real_models(name, changes):
     model = architectures.build(name, device="meta", **changes)
     layers = Layers.of(model)
+    seen = 0
     for mode in modes(model, make(model)):
-        assert left_out(mode.capture(model), mode.capture(model, layers=layers))
-    assert not layers.apart
+        try:
+            whole = mode.capture(model)
+        except TraceError:  # the kernels of experts at run time take bfloat16 only
+            assert mode.otherwise is not None or mode.optional
+            continue
+        assert left_out(whole, mode.capture(model, layers=layers))
+        seen += 1
+    assert seen >= 3 and not layers.apart
 
 
 @pytest.mark.slow

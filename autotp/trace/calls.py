@@ -104,7 +104,8 @@ class Calls(Values):
 
     def note_backward(self, name: str, values: Any) -> None:
         """Code of its own runs in the backward of these values."""
-        self.repeats.break_off()
+        if not self.repeats.inside:
+            self.repeats.break_off()
         if self.recording and torch.is_grad_enabled():
             for _, tensor, _ in tensors_in(values):
                 if tensor.requires_grad:

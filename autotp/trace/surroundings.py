@@ -54,7 +54,8 @@ def functions(recorder: Calls) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
-        recorder.repeats.break_off()
+        if not recorder.repeats.inside:
+            recorder.repeats.break_off()
         before, was = len(recorder.trace.graph.nodes), recorder.custom
         if torch.is_grad_enabled():  # without gradients no backward runs
             recorder.custom = cls.__name__
