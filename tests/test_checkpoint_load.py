@@ -411,3 +411,21 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, tmp_path):
     first, second = ranks(2)(load_one_broken, str(tmp_path / "out"))
     assert second.startswith("CheckpointError: ") and "rank-1-of-2" in second
     assert first.startswith("UsageError: ") and "rank-1-of-2" in first
+
+
+def load_derived(rank, size, folder, ids):
+    """On real ranks: the model of a folder by a plan that each rank derives, and its logits."""
+    model = from_pretrained(folder, plan="auto")
+    with torch.no_grad():
+        return model(input_ids=ids).logits, model.lm_head.weight.shape[0]
+
+
+@pytest.mark.slow
+def test_a_derived_plan(ranks, tmp_path):
+    model, folder = llama(tmp_path / "in")
+    ids = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits
+    found = ranks(2)(load_derived, str(folder), ids)
+    assert [rows for _, rows in found] == [17, 16]
+    assert all((logits - wanted).abs().max() < 1e-5 for logits, _ in found)
