@@ -429,6 +429,18 @@ def test_products_by_hand():
     assert autotp.verify(Falcon(), "auto", tp=2, inputs=torch.randn(5, 7, 24)).ok
 
 
+class ReadsItsTable(TiedHead):
+    """The table is also read past the embedding: a vocab layer cannot be, and no rule says `vocab` with a dim."""
+
+    def forward(self, ids):
+        return self.block(self.table(ids) + self.table.weight.mean())
+
+
+def test_a_table_that_is_read_beside_its_layer_stays_whole():
+    analysis = autotp.analyze(ReadsItsTable(), "auto", tp=2, inputs=torch.zeros(5, 7, dtype=torch.long))
+    assert analysis.ok and "table.weight" not in analysis.layouts
+
+
 # -- numbers
 
 

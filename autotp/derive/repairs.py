@@ -181,7 +181,8 @@ class _Repair(Recut):
         placed = self.propagation.matches.placed[layer]
         grown: Grown | None = {k: r for k, r in self.assignment.items() if k != layer}
         for tensor, cut in placed.layouts.items():
-            own = Rule(style=rule.style, dim=cut.dim, sections=rule.sections, heads=rule.heads)
+            style = "row" if rule.style == "row" else "column"
+            own = Rule(style=style, dim=cut.dim, sections=rule.sections, heads=rule.heads)
             grown = self.replaced(grown, tensor, own)
         yield grown
 
