@@ -430,7 +430,7 @@ def test_products_by_hand():
 
 
 class ReadsItsTable(TiedHead):
-    """The table is also read past the embedding: a vocab layer cannot be, and no rule says `vocab` with a dim."""
+    """The table is also read past the embedding, where it cannot be a vocab layer."""
 
     def forward(self, ids):
         return self.block(self.table(ids) + self.table.weight.mean())
