@@ -291,6 +291,14 @@ class Rearranged(Mixed):
         return einops.rearrange(h, "b (h d) -> b h d", h=self.heads)
 
 
+class RearrangedByLambda(Mixed):
+    """As vit_pytorch has it: a lambda of the forward, which `map` calls."""
+
+    def split(self, h):
+        (found,) = map(lambda t: einops.rearrange(t, "b (h d) -> b h d", h=self.heads), (h,))  # noqa: C417
+        return found
+
+
 class Directly(nn.Module):
     """A layer whose forward is called past its hooks."""
 
@@ -307,7 +315,7 @@ WAYS: dict[str, type[nn.Module]] = {
     for kind in (
         Positional, Square, Keyword, EarlierLine, EarlierList, Private, Computed, Merged, Checked,
         Comprehension, Lambda, Helper, Decorated, Static, Super, NotSelf, Names, Multiline, Rearranged,
-        Directly,
+        RearrangedByLambda, Directly,
     )
 }  # fmt: skip
 
