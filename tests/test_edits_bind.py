@@ -77,7 +77,7 @@ def test_unproven_branches_are_in_the_diff():
     assert marked == [
         "return h.view(len(h), local(self.heads), self.dim)",
         "unproven(); return h.view(len(h), -1, self.dim)",
-        'if unproven() or (self.way == "call"):',
+        'if (unproven() or (self.way == "call")):',
     ]
 
 

@@ -533,3 +533,102 @@ def test_a_border_is_called_as_it_was_traced(flags, said):
 
     with torch.random.fork_rng():
         assert all(f"than when its plan was proven: with {said};" in m for m in simulate(2, rank))
+
+
+# -- code of an edited function that no trace ran
+
+
+class Views(MLP):
+    """Heads by hand, so that the function is edited."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=32)
+        self.heads, self.scale = 4, nn.Parameter(torch.ones(8))
+
+
+class ScaledThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8)
+        if other:
+            h = h * self.scale
+        return self.fc2(h.flatten(1))
+
+
+class GatedThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        gate = x[:, :1, None]
+        h = self.fc1(x).view(len(x), self.heads, 8)
+        if other:
+            h *= gate
+        return self.fc2(h.flatten(1))
+
+
+class WrittenThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8).clone()
+        if other:
+            h[:, 0] = 0
+        return self.fc2(h.flatten(1))
+
+
+class LoopedThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8)
+        return self.fc2(sum((h.roll(1, 1) for _ in range(int(other))), h).flatten(1))
+
+
+class InsideThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8)
+
+        def mixed(t: Tensor) -> Tensor:
+            if other:
+                return t.softmax(1)
+            return t
+
+        return self.fc2(mixed(h).flatten(1))
+
+
+class LambdaThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8)
+        mixed = (lambda t: t.softmax(1)) if other else (lambda t: t)
+        return self.fc2(mixed(h).flatten(1))
+
+
+class AndThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8)
+        mixed = other and h.roll(1, 1)
+        return self.fc2((h if mixed is False else mixed).flatten(1))
+
+
+@pytest.mark.parametrize(
+    "model", [ScaledThere, GatedThere, WrittenThere, LoopedThere, InsideThere, LambdaThere, AndThere]
+)
+def test_code_of_an_edited_function_that_no_trace_ran_raises(model):
+    plan = {name: {"style": style, "heads": 4} for name, style in PLAN.items()}
+    whole = models.randomised(model())
+
+    def rank(group):
+        mine = autotp.shard(models.randomised(model()), plan, group, inputs=X)
+        with pytest.raises(autotp.UnprovenPath, match="no traced forward took this branch"):
+            mine(X[:2].double(), True)
+        return mine(X[:2].double())
+
+    for out in simulate(2, rank):
+        assert torch.allclose(out, whole(X[:2].double()), rtol=1e-10)
+
+
+class WritesIntoOutputs(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.fc1(x[None]), inplace=True)
+        y = self.fc2(h)
+        y += x
+        y[0, :, 0].tanh_()
+        return y
+
+
+def test_outputs_of_parallel_layers_are_written_into():
+    result = autotp.verify(WritesIntoOutputs(), PLAN, tp=2, inputs=X)
+    assert result.ok, str(result)

@@ -23,7 +23,7 @@ __all__ = ["copied_linear"]
 
 
 class _CopiedLinear(torch.autograd.Function):
-    """y = linear(copy(x), weight, bias)."""
+    """y = linear(copy(x), weight, bias), as a matrix: autograd lets nobody write into a view made in here."""
 
     @staticmethod
     def forward(
@@ -31,19 +31,20 @@ class _CopiedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.group, ctx.overlap = group, overlap
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = dy @ weight  # (..., in), partial; a product is nobody else's, so the sum may be written into it
+        dx = (dy @ weight).view(
+            x.shape
+        )  # partial; a product is nobody else's, so the sum may be written into it
         again = torch.is_grad_enabled()  # to be differentiated again: nothing is hidden from autograd
         if again:
             x = mappings.copy(x, ctx.group)
         wait = sum_into_later(dx, ctx.group) if ctx.overlap and not again else None
-        rows = dy.reshape(-1, dy.shape[-1])  # (n, out/tp)
-        dweight = rows.t() @ x.reshape(-1, x.shape[-1])
-        dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        dweight = dy.t() @ x.reshape(-1, x.shape[-1])
+        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
         if wait is not None:
             total = wait()
         else:  # after both products, which read the same dY
@@ -77,5 +78,5 @@ def copied_linear(
         if overlap is None:
             overlap = x.device.type != "cpu"
         y: Tensor = _CopiedLinear.apply(x, weight, bias, group, overlap)  # type: ignore[no-untyped-call]
-        return y
+        return y.view(*x.shape[:-1], y.shape[-1])
     return F.linear(mappings.copy(x, group), weight, bias)

@@ -146,7 +146,7 @@ def written(span: Span, kind: str, name: str) -> list[Insert]:
         return [(start, start - stop, f"{name}("), (stop, stop - start, ")")]
     if start == stop:
         return [(start, _FIRST, f"{name}(); ")]
-    return [(start, start - stop, f"{name}() or ("), (stop, stop - start, ")")]
+    return [(start, start - stop, f"({name}() or ("), (stop, stop - start, "))")]
 
 
 _FIRST = -(2**62)  # before everything else that begins there

@@ -1,7 +1,8 @@
 """The branches of a function, of which some may be taken that no trace took.
 
-Such a branch holds constants that were never compared, and ops that no rule has seen. It matters where it
-calls anything that may be given a tensor; one that raises, warns, or asks how the model runs does not.
+Such a branch holds constants that were never compared, ops that no rule has seen, and reads that nothing
+copies. It matters where it may do anything with a tensor: a call, arithmetic, an element. One that raises,
+warns, or asks how the model runs does not.
 """
 
 from __future__ import annotations
@@ -80,11 +81,25 @@ def _in_list(source: Source, statements: Sequence[ast.stmt], names: Mapping[str,
         rest = statements[place + 1 :]
         if rest and _bodies(statement) and _leaves(statement) and _matters(rest, names):
             yield from _mark(source, rest, _text(source, rest))
-        for body in _bodies(statement):
-            if _matters(body, names):
+        inner = _without_arguments(statement, names)
+        for body in [*_bodies(statement), *_nested(statement)]:
+            if _matters(body, inner):
                 yield from _mark(source, body, _text(source, body))
-            yield from _in_list(source, body, names)
+            yield from _in_list(source, body, inner)
         yield from _arms(source, statement, names)
+
+
+def _nested(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The body of a function inside: it runs when it is called, if at all."""
+    return [statement.body] if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+
+
+def _without_arguments(node: ast.AST, names: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The names inside of a function's body: what it is given is not known."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return names
+    given = {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)}
+    return {name: value for name, value in names.items() if name not in given}
 
 
 def _text(source: Source, statements: Sequence[ast.stmt]) -> Span:
@@ -135,14 +150,28 @@ def _mark(source: Source, statements: Sequence[ast.stmt], text: Span) -> Iterato
 
 
 def _arms(source: Source, statement: ast.stmt, names: Mapping[str, Any]) -> Iterator[Branch]:
-    """The two values of `a if test else b`."""
+    """The expressions that may be evaluated or not, when their statement runs."""
     for held in _held(statement):
         yield from _in_list(source, [held], names)
     for node in _own(statement):
-        if isinstance(node, ast.IfExp):
-            for arm in (node.body, node.orelse):
-                if any(_shapes_or_calls(n, names) for n in ast.walk(arm)):
-                    yield Branch(source.span(arm), source.span(arm))
+        inner = _without_arguments(node, names)
+        for arm in _maybe(node):
+            if any(_shapes_or_calls(n, inner) for n in ast.walk(arm)):
+                yield Branch(source.span(arm), source.span(arm))
+
+
+def _maybe(node: ast.AST) -> list[ast.expr]:
+    """The two values of `a if test else b`, what follows an `and` or `or`, what a loop in an expression
+    makes, and the body of a lambda."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, ast.BoolOp):
+        return node.values[1:]
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+        return [node.elt]
+    if isinstance(node, ast.DictComp):
+        return [node.value]
+    return [node.body] if isinstance(node, ast.Lambda) else []
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -151,7 +180,7 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
     todo: list[ast.AST] = [statement]
     while todo:
         node = todo.pop()
-        if id(node) in inside or (node is not statement and isinstance(node, (*_DEFINITIONS, ast.Lambda))):
+        if id(node) in inside or (node is not statement and isinstance(node, _DEFINITIONS)):
             continue
         yield node
         todo += ast.iter_child_nodes(node)
@@ -177,18 +206,27 @@ def _matters(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> bool:
 
 def _shapes_or_calls(node: ast.AST, names: Mapping[str, Any]) -> bool:
     """Whether a node works on tensors in a way that depends on how they are cut, or may do so."""
-    if isinstance(node, ast.Slice):
-        bounds = [b for b in (node.lower, node.upper) if b is not None]
-        return any(isinstance(n, ast.Attribute) for b in bounds for n in ast.walk(b))
+    if isinstance(node, ast.Subscript):  # of a tensor, if it is not by a word
+        return not (isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str))
     if isinstance(node, ast.BinOp):
-        sizes = (n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute))
-        return isinstance(node.op, ast.MatMult) or "shape" in sizes
+        return not (_plain(node.left, names) and _plain(node.right, names))
+    if isinstance(node, ast.AugAssign):
+        return True
     if not isinstance(node, ast.Call):
         return False
     called = _resolved(node.func, names)
     if called is None:
         return not isinstance(node.func, ast.Attribute) or node.func.attr not in _PLAIN
     return not _harmless(called)
+
+
+def _plain(expression: ast.expr, names: Mapping[str, Any]) -> bool:
+    """Whether an operand is no tensor."""
+    if isinstance(expression, ast.BinOp):
+        return _plain(expression.left, names) and _plain(expression.right, names)
+    if isinstance(expression, (ast.Constant, ast.JoinedStr)):
+        return True
+    return isinstance(_resolved(expression, names), (int, float, str))
 
 
 def _resolved(expression: ast.expr, names: Mapping[str, Any]) -> Any:

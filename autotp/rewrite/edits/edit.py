@@ -101,7 +101,7 @@ class Items:
 @dataclass(frozen=True)
 class Unproven:
     """The start of a branch that no trace took: `unproven()` raises. An empty span stands before a
-    statement; another one is that of an expression, `unproven() or (expression)`."""
+    statement; another one is that of an expression, `(unproven() or (expression))`."""
 
 
 @dataclass(frozen=True)
