@@ -632,3 +632,20 @@ class WritesIntoOutputs(MLP):
 def test_outputs_of_parallel_layers_are_written_into():
     result = autotp.verify(WritesIntoOutputs(), PLAN, tp=2, inputs=X)
     assert result.ok, str(result)
+
+
+class HeadsAndBatch(Views):
+    """One expression is a number of heads, and a batch that may be as large when the model runs."""
+
+    def parts(self, h: Tensor, n: int, dim: int) -> Tensor:
+        return h.unflatten(dim, (n, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.parts(self.parts(self.fc1(x), len(x), 0).sum(1), self.heads, 1)
+        return self.fc2(h.tanh().flatten(1))
+
+
+def test_a_size_of_the_input_that_may_equal_a_number_of_heads_is_refused():
+    plan = {name: {"style": style, "heads": 4} for name, style in PLAN.items()}
+    (found,) = autotp.analyze(HeadsAndBatch(), plan, tp=2, inputs=X).diagnostics
+    assert found.code == "AT327" and "5, a size of the input, would have to stay" in found.message

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 from torch import fx, nn
@@ -21,7 +22,7 @@ from autotp.rewrite.edits.bind import Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Wrapper
 from autotp.rewrite.edits.guide import Guide
 from autotp.rewrite.edits.text import NoSource
-from autotp.trace.graph import Trace, TraceError
+from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
 
 __all__ = ["solve"]
@@ -74,8 +75,19 @@ class _Search:
 
     def _closed(self, edits: Edits, observed: Observed) -> Edits:
         """The edits with all that the proof of them showed."""
-        proven = _with_observed(edits, observed)
+        proven = _with_observed(edits, observed, self._given())
         return proven | unreached(self.module, edits, observed)
+
+    def _given(self) -> set[int]:
+        """The sizes of what the forward was given, and of two of its dims as one: a batch may have another
+        size when the model runs."""
+        found = set()
+        for _, whole in self.modes:
+            for node in whole.trace.graph.nodes:
+                if node.op == "placeholder" and isinstance(node.meta.get("val"), Val):
+                    shape = node.meta["val"].shape
+                    found |= {*shape, *(a * b for a, b in combinations(shape, 2))}
+        return found
 
     def _first(self, edits: Edits, observed: Observed) -> tuple[str, int, Finding] | None:
         """The first finding of a rank's own trace, in any mode."""
@@ -143,8 +155,12 @@ class _Search:
         )
 
 
-def _with_observed(edits: Edits, observed: Observed) -> Edits:
-    """The edits with what passed through their wrappers and was proven as it is."""
+def _with_observed(edits: Edits, observed: Observed, given: set[int]) -> Edits:
+    """The edits with what passed through their wrappers and was proven as it is.
+
+    Raises TwoNeeds for a number of the input (`given`): when the model runs it may be the very number that
+    is cut, and nobody could tell which one is meant.
+    """
     by_site = {e.site: e for e in edits.edits}
     more: list[Edit] = []
     passed = []
@@ -153,6 +169,11 @@ def _with_observed(edits: Edits, observed: Observed) -> Edits:
         if edit is None:
             passed += [(*site, value) for value in values]
         else:
+            for value in values if isinstance(edit.wrapper, Local) else ():
+                if value in given:
+                    two = TwoNeeds(f"{value}, a size of the input, would have to stay, whatever it is")
+                    two.edit = edit
+                    raise two
             more += [replace(edit, wrapper=_as_it_is(edit.wrapper, value)) for value in values]
     return replace(edits | more, passed=tuple(passed))
 
