@@ -267,7 +267,7 @@ def test_a_dry_run_of_reshard_writes_nothing(converted):
 
 
 def test_a_number_of_ranks_that_the_plan_cannot_have_writes_nothing(converted):
-    code, out, _ = run("reshard", converted, "four", "--tp", 5, "--check", "shapes")
+    code, out, _ = run("reshard", converted, "four", "--tp", 7, "--check", "shapes")
     assert code == 1
     assert out.startswith("error[AT203]: ") and not Path("four").exists()
 

@@ -85,12 +85,12 @@ REFUSED = {
         "  = note: weight f32[3,48]\n"
         "  = help: an embedding is cut by `vocab`",
     ),
-    "column on a norm": (
-        {"norm": "column"},
+    "row on a norm": (
+        {"norm": "row"},
         2,
-        "error[AT206]: norm: style column cuts a linear layer, not LayerNorm\n"
+        "error[AT206]: norm: style row cuts a linear layer, not LayerNorm\n"
         "  = note: weight f32[48]\n"
-        "  = help: leave the rule out: a norm is whole on every rank",
+        "  = help: leave the rule out: a norm of whole values is whole on every rank",
     ),
     "vocab on a linear layer": (
         {"0.self_attn.q_proj": "vocab"},
@@ -181,8 +181,12 @@ def test_a_vector_is_neither() -> None:
     assert only({"ln": "row"}, inventory) == (
         "error[AT206]: ln: style row cuts a matrix, and the weight has 1 dim\n"
         "  = note: weight f32[8]\n"
-        "  = help: leave the rule out: a norm is whole on every rank"
+        "  = help: leave the rule out: a norm of whole values is whole on every rank"
     )
+
+
+def test_a_norm_is_cut_by_column() -> None:
+    assert set(clean({"norm": "column"}, ATTENTION, 2).layouts) == {"norm.weight"}
 
 
 def test_an_embedding_has_no_bias() -> None:

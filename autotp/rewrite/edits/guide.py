@@ -69,6 +69,7 @@ class Guide:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
         """The op call as the rank should make it."""
+        func, args, kwargs = self._sliced(func, args, kwargs)
         wanted = self._matching(func, args)
         if wanted is None:
             return func, args, kwargs
@@ -89,6 +90,19 @@ class Guide:
                 changed[name] = want
                 self._wrong(wanted, name, _plain(whole), _plain(here), want)
         return func, *_replaced(func, args, kwargs, changed)
+
+    def _sliced(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+        """A slice that takes all of a rank's smaller value is recorded as an alias: made the slice again."""
+        wanted = next((n for n in self._ops[self._next :] if not silent(n)), None)
+        if name_of(func) != "alias" or self._lost or wanted is None or op_name(wanted) != "slice":
+            return func, args, kwargs
+        dim, start, end, step = (arguments_of(wanted)[n] for n in ("dim", "start", "end", "step"))
+        size = args[0].shape[dim]
+        if start or step != 1 or end is None or end < size or args[0].dim() != len(wanted.meta["val"].shape):
+            return func, args, kwargs
+        return wanted.target, (args[0], dim, start, end, step), {}
 
     def _matching(self, func: Any, args: tuple[Any, ...]) -> fx.Node | None:
         """The op of the whole trace that this call is; None for one that may be there or not."""
