@@ -603,8 +603,15 @@ class AndThere(Views):
         return self.fc2((h if mixed is False else mixed).flatten(1))
 
 
+class ComparedThere(Views):
+    def forward(self, x: Tensor, other: bool = False) -> Tensor:
+        h = self.fc1(x).view(len(x), self.heads, 8)
+        return self.fc2((h > 0 if other else h).to(x.dtype).flatten(1))
+
+
 @pytest.mark.parametrize(
-    "model", [ScaledThere, GatedThere, WrittenThere, LoopedThere, InsideThere, LambdaThere, AndThere]
+    "model",
+    [ComparedThere, ScaledThere, GatedThere, WrittenThere, LoopedThere, InsideThere, LambdaThere, AndThere],
 )
 def test_code_of_an_edited_function_that_no_trace_ran_raises(model):
     plan = {name: {"style": style, "heads": 4} for name, style in PLAN.items()}

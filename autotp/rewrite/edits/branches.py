@@ -212,12 +212,19 @@ def _shapes_or_calls(node: ast.AST, names: Mapping[str, Any]) -> bool:
         return not (_plain(node.left, names) and _plain(node.right, names))
     if isinstance(node, ast.AugAssign):
         return True
+    if isinstance(node, ast.Compare):
+        asked = all(isinstance(op, (ast.Is, ast.IsNot, ast.In, ast.NotIn)) for op in node.ops)
+        return not asked and not any(_plain_word(each) for each in (node.left, *node.comparators))
     if not isinstance(node, ast.Call):
         return False
     called = _resolved(node.func, names)
     if called is None:
         return not isinstance(node.func, ast.Attribute) or node.func.attr not in _PLAIN
     return not _harmless(called)
+
+
+def _plain_word(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Constant) and isinstance(expression.value, str)
 
 
 def _plain(expression: ast.expr, names: Mapping[str, Any]) -> bool:
