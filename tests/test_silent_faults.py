@@ -652,6 +652,25 @@ class HeadsAndBatch(Views):
         return self.fc2(h.tanh().flatten(1))
 
 
+class ShapesOfBoth(Views):
+    """Shapes of one length: a number of heads at a place, and another number that stays."""
+
+    def shaped(self, t: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return t.reshape(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.shaped(self.fc1(x), (len(x), self.heads, 8)).cumsum(-1)
+        return self.shaped(self.fc2(h.flatten(1)), (len(x), self.other, 16 // self.other)).cumsum(1)
+
+    other = 8
+
+
+def test_a_number_that_stays_among_shapes_runs_as_it_was_proven():
+    plan = {name: {"style": style, "heads": 4} for name, style in PLAN.items()}
+    result = autotp.verify(ShapesOfBoth(), plan, tp=2, inputs=X)
+    assert result.ok, str(result)
+
+
 def test_a_size_of_the_input_that_may_equal_a_number_of_heads_is_refused():
     plan = {name: {"style": style, "heads": 4} for name, style in PLAN.items()}
     (found,) = autotp.analyze(HeadsAndBatch(), plan, tp=2, inputs=X).diagnostics

@@ -169,16 +169,21 @@ def _with_observed(edits: Edits, observed: Observed, given: set[int]) -> Edits:
         if edit is None:
             passed += [(*site, value) for value in values]
         else:
-            for value in values if isinstance(edit.wrapper, Local) else ():
-                if value in given:
-                    two = TwoNeeds(f"{value}, a size of the input, would have to stay, whatever it is")
+            for value in values:
+                number = value[2] if isinstance(value, tuple) else value
+                if number in given and (isinstance(value, tuple) or isinstance(edit.wrapper, Local)):
+                    two = TwoNeeds(f"{number}, a size of the input, would have to stay, whatever it is")
                     two.edit = edit
                     raise two
             more += [replace(edit, wrapper=_as_it_is(edit.wrapper, value)) for value in values]
     return replace(edits | more, passed=tuple(passed))
 
 
-def _as_it_is(wrapper: Wrapper, value: int) -> Wrapper:
+def _as_it_is(wrapper: Wrapper, value: Any) -> Wrapper:
+    if isinstance(wrapper, Items) and isinstance(value, tuple):
+        length, place, number = value
+        parts = (number,) * len(wrapper.items[0][2].parts)
+        return Items(((length, place, Size(number, parts)),))
     if isinstance(wrapper, Items):
         return Items((), (value,))
     assert isinstance(wrapper, Local)

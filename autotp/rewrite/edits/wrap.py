@@ -7,6 +7,7 @@ shows whether they are right. On a sharded model it raises for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -78,10 +79,16 @@ def _items(how: Items, rank: int, where: str, note: Note | None) -> Callable[[An
             raise UnprovenPath(f"{where}: a shape of {len(found)} sizes was not proven there")
         for place in {p for n, p, _ in how.items if n == len(found)}:
             sizes = [s for n, p, s in how.items if n == len(found) and p == place]
-            found[place] = _local(sizes, rank, where, None if note is None else lambda _: None)(found[place])
+            # what stays at a place is noted with it: (length, place, number)
+            at = None if note is None else partial(_note_at, note, len(found), place)
+            found[place] = _local(sizes, rank, where, at)(found[place])
         return found if isinstance(values, list) else tuple(found)
 
     return local
+
+
+def _note_at(note: Note, length: int, place: int, value: Any) -> None:
+    note((length, place, value))
 
 
 def _part(how: Part, rank: int, where: str, *, recorded: bool) -> Callable[[Tensor], Tensor]:
