@@ -43,7 +43,8 @@ def cases() -> Iterator[Case]:
 
 def test_every_rule_is_held_against_execution() -> None:
     held = {op_name(node) for case in cases() for node in case.recorded.trace.ops()}
-    assert sorted(RULES.keys() - held) == []
+    random = {"bernoulli", "rand_like", "randn_like", "randint_like"}  # test_random: no two draws are equal
+    assert sorted(RULES.keys() - held - random) == []
 
 
 def test_every_name_is_an_op() -> None:

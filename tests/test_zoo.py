@@ -24,7 +24,6 @@ FAMILIES = [
         "nemotron",
         "bert",
         "roberta",
-        "xglm",
         "mixtral",
         "falcon",
         "glm",

@@ -90,15 +90,18 @@ def _given(model: nn.Module, samples: Samples) -> dict[str, Any]:
 def _refuse_own_backward(model: nn.Module, proof: Proof) -> None:
     """An exported graph has the backward that follows from its forward: no autograd.Function's, no hook."""
     for propagation in proof.propagations.values():
-        for node in propagation.trace.graph.nodes:
+        trace = propagation.trace
+        found = [(name, value) for name, value, _ in trace.gradients]  # recorded, and proven in place only
+        for node in trace.graph.nodes:
             custom = node.meta.get("custom")
-            for name in [custom] if custom else node.meta.get("backward", ()):
-                raise _refuse(
-                    model,
-                    f"{node.meta.get('module') or 'it'} has {name} in its backward, code of its own that "
-                    "would be lost in a graph",
-                    "shard in place",
-                )
+            found += [(name, node) for name in ([custom] if custom else node.meta.get("backward", ()))]
+        for name, node in found:
+            raise _refuse(
+                model,
+                f"{node.meta.get('module') or 'it'} has {name} in its backward, code of its own that "
+                "would be lost in a graph",
+                "shard in place",
+            )
 
 
 def _refuse_random(model: nn.Module, analysis: Analysis, group: Group) -> None:
