@@ -22,12 +22,16 @@ from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, describe, is_whole
 from autotp.propagate import dual
+from autotp.propagate.as_rank import distinct_ranks, trace_rank
 from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
-from autotp.propagate.engine import Propagation, draws, propagate
+from autotp.propagate.engine import propagate
+from autotp.propagate.findings import finding_at, finding_in
+from autotp.propagate.ops import draws
+from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region, guard_of
-from autotp.propagate.repeated import Unlike, marks, spread
+from autotp.propagate.repeated import Unlike, marks, same_repeats, spread
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.edits.solve import solve
 from autotp.trace.branches import unreached
@@ -205,7 +209,7 @@ class _Prover:
         assert whole is not None
         changing = next(n for n, cut in self.proof.cuts.items() if before[0][n] != cut)
         message = f"{changing} would have to be cut differently in two modes of the model"
-        whole.findings.append(dual.finding_at(whole, changing, "AT307", message))
+        whole.findings.append(finding_at(whole, changing, "AT307", message))
         return {mode: whole}
 
     def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
@@ -237,13 +241,13 @@ class _Prover:
         placed = {p.path: p for p in self.matches.placed.values() if p.target == "module"}
 
         def run(mode: Mode, whole: Propagation, rank: int, guide: Guide | None) -> Trace:
-            return dual.trace_rank(
+            return trace_rank(
                 self.module, mode, whole,
                 shapes=self.shapes, placed=placed, aliases=self.first, rank=rank, guide=guide,
                 layers=self.layers,
             )  # fmt: skip
 
-        ranks = dual.distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)
+        ranks = distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)
         if self.repeats:
             for mode, whole in modes:
                 for rank in ranks:
@@ -265,7 +269,7 @@ def _copied_at_times(path: str) -> Diagnostic:
 
 def _alike(whole: Propagation, local: Trace, rank: int) -> None:
     """Raise Unlike unless a rank runs its part, with the same layers left out: findings name every layer."""
-    if not dual.same_repeats(whole.trace, local) or dual.compare(whole, local, rank) is not None:
+    if not same_repeats(whole.trace, local) or dual.compare(whole, local, rank) is not None:
         raise Unlike
 
 
@@ -298,7 +302,7 @@ def _random(whole: Propagation) -> None:
     for path in sorted(whole.random):
         if path in whole.random_whole:
             whole.findings.append(
-                dual.finding_in(
+                finding_in(
                     whole, path, "AT316",
                     "random numbers are drawn both on sharded values, where ranks must differ, and on whole "
                     "ones, where they must agree",

@@ -27,7 +27,7 @@ from autotp.analysis import Analysis
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard
-from autotp.propagate.engine import draws
+from autotp.propagate.ops import draws
 from autotp.rewrite.apply import apply
 from autotp.slicing import merge, split
 from autotp.trace.capture import capture

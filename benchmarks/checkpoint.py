@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from autotp.header import encode_header
 from benchmarks.dry_run import processor_time
+from benchmarks.llama_headers import HIDDEN, layer
 
 TP = 4
 RUNS = 5
@@ -72,24 +73,11 @@ class Cost(NamedTuple):
 def write_source(folder: Path, gigabytes: float) -> Path:
     """A checkpoint with the shapes of an 8B Llama, with a small vocabulary and as many layers as it takes."""
     folder.mkdir()
-    hidden, inner, kv = 4096, 14336, 1024
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    files = [{"model.embed_tokens.weight": (16384, hidden), "model.norm.weight": (hidden,)}]
-    files[0]["lm_head.weight"] = (16384, hidden)
+    files = [{"model.embed_tokens.weight": (16384, HIDDEN), "model.norm.weight": (HIDDEN,)}]
+    files[0]["lm_head.weight"] = (16384, HIDDEN)
     size = nbytes(files[0])
     while size < gigabytes * 1e9:
-        at = len(files) - 1
-        files.append({f"model.layers.{at}.{name}.weight": shape for name, shape in layer.items()})
+        files.append(layer(len(files) - 1))
         size += nbytes(files[-1])
     noise = os.urandom(16 << 20)
     weight_map = {}

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,33 +27,11 @@ from autotp import mappings
 from autotp.comm import group_of
 from autotp.nn import ColumnParallelLinear, RowParallelLinear
 from autotp.nn.functional import vocab_parallel_cross_entropy
+from benchmarks.by_hand import Copy, Reduce
 from benchmarks.interleaved import mean_of, measure, on_ranks
 
 WIDTH, HIDDEN, TOKENS, RUNS, LIMIT = 1024, 4096, 256, 41, 1.02
 VOCABULARY = 32768
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: object, dy: Tensor) -> Tensor:
-        dy = dy.contiguous()
-        dist.all_reduce(dy)
-        return dy
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: object, dy: Tensor) -> Tensor:
-        return dy
 
 
 class HandWritten(nn.Module):
@@ -66,7 +43,7 @@ class HandWritten(nn.Module):
         self.down = nn.Linear(HIDDEN // tp, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Reduce.apply(self.down(F.gelu(self.up(_Copy.apply(x)))))
+        return Reduce.apply(self.down(F.gelu(self.up(Copy.apply(x)))))
 
 
 def plain(hidden: int) -> nn.Module:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotp
+from benchmarks.by_hand import Copy, Reduce
 from benchmarks.interleaved import mean_of, measure, on_ranks
 
 TOKENS, LAYERS, RUNS, LIMIT = 256, 8, 31, 1.02
@@ -47,29 +48,6 @@ def unsharded(tp: int, layers: int) -> nn.Module:
 # -- by hand, for this one model
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        dy = dy.contiguous()
-        dist.all_reduce(dy)
-        return dy
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -90,12 +68,12 @@ class CopiedNorm(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Copy.apply(self.norm(x))
+        return Copy.apply(self.norm(x))
 
 
 class ReducedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return _Reduce.apply(super().forward(x))
+        return Reduce.apply(super().forward(x))
 
 
 class GatheredLinear(nn.Linear):

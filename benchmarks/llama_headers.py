@@ -36,25 +36,31 @@ CONFIG = {
 FILES = 4
 
 
+HIDDEN, INNER, KV = 4096, 14336, 1024
+
+
+def layer(index: int) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer."""
+    found: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (KV, HIDDEN),
+        "self_attn.v_proj": (KV, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "post_attention_layernorm": (HIDDEN,),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    return {f"model.layers.{index}.{name}.weight": shape for name, shape in found.items()}
+
+
 def shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of the model, in the order of its layers: 291 tensors, 8.03 G parameters."""
-    hidden, inner, heads, kv_heads = 4096, 14336, 32, 8
-    kv = hidden // heads * kv_heads
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, hidden)}
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, HIDDEN)}
     for index in range(32):
-        found |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (128256, hidden)}
+        found |= layer(index)
+    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (128256, HIDDEN)}
 
 
 def write(folder: Path) -> Path:

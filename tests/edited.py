@@ -116,15 +116,12 @@ def twice_removed(h: Tensor, heads: int) -> Tensor:
 
 
 class Mixed(nn.Module):
-    """Features by heads, a sum that is different for each head, and back."""
+    """Features by heads (`split`, of each subclass), a sum that is different for each head, and back."""
 
     def __init__(self, heads: int = 3, dim: int = 4) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(8, heads * dim), nn.Linear(heads * dim, 8)
         self.heads, self.dim = heads, dim
-
-    def split(self, h: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.split(self.fc1(x))

@@ -15,8 +15,10 @@ from autotp.placement import Layout, Partial, Replicate, Shard
 from autotp.plan import Plan
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
-from autotp.propagate.engine import Engine, Propagation, op_name
+from autotp.propagate.engine import Engine
 from autotp.propagate.flexible import Grant
+from autotp.propagate.ops import op_name
+from autotp.propagate.propagation import Propagation
 from autotp.trace.recorder import Val, record
 from tests.layouts import Placed, indices, part, parts, sides, tensor
 

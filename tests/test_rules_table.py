@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from autotp.placement import INVARIANT
-from autotp.propagate.engine import RULES, op_name
+from autotp.propagate.ops import op_name
+from autotp.propagate.rules import RULES
 from tests import (
     test_rules_contract,
     test_rules_convolution,

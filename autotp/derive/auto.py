@@ -18,7 +18,7 @@ from autotp.derive.naming import patterns_of
 from autotp.diagnostic import Diagnostic, UsageError
 from autotp.inventory import Inventory
 from autotp.plan import Plan, Rule
-from autotp.propagate.engine import op_name
+from autotp.propagate.ops import op_name
 from autotp.prove import Proof
 from autotp.trace.graph import Trace
 

@@ -14,7 +14,7 @@ from autotp.derive.trial import Trials
 from autotp.diagnostic import Span
 from autotp.inventory import Inventory
 from autotp.plan import Plan, Rule
-from autotp.propagate.engine import op_name
+from autotp.propagate.ops import op_name
 from autotp.trace.graph import Trace
 from autotp.units import Fault
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from autotp.plan import Rule
 from autotp.propagate.call import Value
-from autotp.propagate.engine import arguments_of, op_name
+from autotp.propagate.ops import arguments_of, op_name
 
 __all__ = [
     "Form",

@@ -10,7 +10,7 @@ from torch import fx
 
 from autotp.derive.assignment import Board
 from autotp.placement import Layout, Shard
-from autotp.propagate.engine import arguments_of, op_name
+from autotp.propagate.ops import arguments_of, op_name
 
 __all__ = ["Part", "parts", "producers", "shard_at"]
 

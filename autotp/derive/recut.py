@@ -19,7 +19,8 @@ from autotp.derive.producers import parts
 from autotp.placement import Shard
 from autotp.plan import Rule
 from autotp.propagate.call import Value
-from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
+from autotp.propagate.ops import arguments_of, op_name
+from autotp.propagate.propagation import Finding, Propagation
 
 __all__ = ["Grown", "Recut", "options_of"]
 

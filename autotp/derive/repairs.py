@@ -26,7 +26,7 @@ from autotp.derive.recut import Grown, Recut, options_of
 from autotp.derive.trial import Outcome
 from autotp.placement import Partial, Shard
 from autotp.plan import Rule
-from autotp.propagate.engine import arguments_of, op_name
+from autotp.propagate.ops import arguments_of, op_name
 
 __all__ = ["further", "repairs", "units_declared"]
 

@@ -12,7 +12,9 @@ from torch import fx
 from autotp.derive.assignment import Assignment, Board
 from autotp.derive.fused import heads_seen
 from autotp.placement import Shard
-from autotp.propagate.engine import Finding, Propagation, Walk, op_name, propagate
+from autotp.propagate.engine import Walk, propagate
+from autotp.propagate.ops import op_name
+from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.sparse import sparse
 from autotp.trace.graph import Trace
 from autotp.units import Fault

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from autotp import mappings
@@ -20,7 +19,7 @@ from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
-from autotp.nn.overlap import copied_linear
+from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 
@@ -101,11 +100,10 @@ class ColumnParallelConv1D(_ParallelConv1D):
         if self.shares:  # columns that several ranks hold: their gradient is summed over the holders
             weight = mappings.copy_shared(weight, self.group, shard=self.shard)
             bias = mappings.copy_shared(bias, self.group, shard=self.shard.at(0))
-        if self.copy_input is True:
-            y = copied_linear(x, weight.t(), bias, self.group)
-        else:
-            y = F.linear(self.copy_input(x) if self.copy_input else x, weight.t(), bias)
-        return mappings.gather(y, self.group, dim=-1, shard=self.shard) if self.gather_output else y
+        return column_product(
+            x, weight.t(), bias, self.group,
+            copy_input=self.copy_input, gather=self.shard if self.gather_output else None,
+        )  # fmt: skip
 
 
 class RowParallelConv1D(_ParallelConv1D):
@@ -162,12 +160,7 @@ class RowParallelConv1D(_ParallelConv1D):
                 f"nx={self.nx} on rank {self.group.rank} of {self.group.size} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
-        if self.group.size == 1:
-            return F.linear(x, self.weight.t(), self.bias)
-        if not self.input_is_parallel:
-            x = mappings.scatter(x, self.group, dim=-1, shard=self.shard)
-        y = F.linear(x, self.weight.t())  # (..., in/tp) x (in/tp, out) -> (..., out), partial
-        if not self.reduce_output:
-            return y + mappings.share(self.bias, self.group).to(y.dtype)
-        bias: Tensor = self.bias
-        return mappings.reduce_(y, self.group) + bias.to(y.dtype)
+        return row_product(
+            x, self.weight.t(), self.bias, self.group,
+            scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,
+        )  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autotp import mappings
 from autotp.clip_guard import watch
@@ -25,7 +24,7 @@ from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.behind import behind
 from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
-from autotp.nn.overlap import copied_linear
+from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 from autotp.trace.delegates import adds_nothing
@@ -217,12 +216,12 @@ class ColumnParallelLinear(_ParallelLinear):
             weight = mappings.copy_shared(weight, self.group, shard=self.shard)
             if bias is not None:
                 bias = mappings.copy_shared(bias, self.group, shard=self.shard)
-        if self.copy_input is True:
-            y = copied_linear(input, weight, bias, self.group, overlap=self.overlap)
-        else:
-            x = self.copy_input(input) if self.copy_input else input
-            y = F.linear(x, weight, bias)  # (..., in) x (out/tp, in) -> (..., out/tp)
-        return mappings.gather(y, self.group, dim=-1, shard=self.shard) if self.gather_output else y
+        return column_product(
+            input, weight, bias, self.group,
+            copy_input=self.copy_input,
+            gather=self.shard if self.gather_output else None,
+            overlap=self.overlap,
+        )  # fmt: skip
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -309,13 +308,7 @@ class RowParallelLinear(_ParallelLinear):
                 f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
-        if self.group.size == 1:
-            return F.linear(input, self.weight, self.bias)
-        x = input
-        if not self.input_is_parallel:
-            x = mappings.scatter(x, self.group, dim=-1, shard=self.shard)
-        y = F.linear(x, self.weight)  # (..., in/tp) x (out, in/tp) -> (..., out), partial
-        if not self.reduce_output:
-            return y if self.bias is None else y + mappings.share(self.bias, self.group).to(y.dtype)
-        y = mappings.reduce_(y, self.group)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return row_product(
+            input, self.weight, self.bias, self.group,
+            scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,
+        )  # fmt: skip

@@ -14,7 +14,8 @@ from torch import fx
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, describe
 from autotp.propagate.call import Conflict
-from autotp.propagate.engine import Finding, Propagation, op_name
+from autotp.propagate.ops import op_name
+from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.regions import left
 
 __all__ = ["borders"]

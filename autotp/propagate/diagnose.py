@@ -17,7 +17,8 @@ from autotp.diagnostic import Diagnostic
 from autotp.match import Matches, Placed
 from autotp.placement import is_whole
 from autotp.propagate.call import Value
-from autotp.propagate.engine import Finding, Propagation, op_name
+from autotp.propagate.ops import op_name
+from autotp.propagate.propagation import Finding, Propagation
 from autotp.rule import Rule
 
 __all__ = ["diagnose", "rule_line"]

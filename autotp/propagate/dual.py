@@ -8,178 +8,21 @@ It proves shapes and arguments, not sums: those are the layout rules' part.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.nn import functional as F
-from torch.utils import _pytree as pytree
+from torch import fx
 
-from autotp.match import Placed
-from autotp.placement import Shard
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
-from autotp.propagate.engine import Finding, Propagation, arguments_of, op_name
-from autotp.propagate.reads import Read
-from autotp.propagate.regions import Region
-from autotp.trace.graph import GRADIENT, REPEATED, Repeat, Trace, TraceError, Val, tensors_in
-from autotp.trace.inventory import kind_of
-from autotp.trace.layers import Layers
-from autotp.trace.modes import Mode
-from autotp.trace.recorder import Guide
+from autotp.propagate.findings import finding_in, origins_of
+from autotp.propagate.ops import arguments_of, op_name, silent
+from autotp.propagate.propagation import Finding, Propagation
+from autotp.trace.graph import GRADIENT, REPEATED, Trace, TraceError, Val
 
-__all__ = [
-    "SILENT", "compare", "distinct_ranks", "failed", "finding_at", "finding_in", "local_call", "silent",
-    "trace_rank",
-]  # fmt: skip
-
-SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
-
-
-def distinct_ranks(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Shard], tp: int) -> list[int]:
-    """One rank for each distinct vector of local shapes."""
-    seen: dict[tuple[Any, ...], int] = {}
-    for rank in range(tp):
-        key = tuple(cut.local_shape(shapes[name], rank) for name, cut in cuts.items())
-        seen.setdefault(key, rank)
-    return list(seen.values())
-
-
-def trace_rank(
-    module: nn.Module,
-    mode: Mode,
-    whole: Propagation,
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    placed: Mapping[str, Placed],
-    aliases: Mapping[str, str],
-    rank: int,
-    guide: Guide | None = None,
-    layers: Layers | None = None,
-) -> Trace:
-    """The module as `rank` runs it in `mode`; layers that gather or split do so at their border. `guide` is
-    the recorder's."""
-    cuts, reads = whole.cuts, whole.reads
-
-    def weight_cut(layer: Placed) -> Shard:
-        return next(cuts[aliases.get(n, n)] for n in layer.layouts if n.rpartition(".")[2] == "weight")
-
-    def before(path: str, inputs: tuple[Any, ...]) -> Any:
-        layer = placed.get(path)
-        if layer is None or not layer.rule.split_input or not inputs:
-            return None
-        whole = inputs[0]
-        held = weight_cut(layer).local_size(whole.shape[-1], rank)
-        return (whole.narrow(-1, 0, held).clone(), *inputs[1:])
-
-    def after(path: str, output: Any) -> Any:
-        layer = placed.get(path)
-        if layer is None or not layer.rule.gather_output or not isinstance(output, torch.Tensor):
-            return None
-        cut = weight_cut(layer)
-        weight = next(n for n in layer.layouts if n.rpartition(".")[2] == "weight")
-        size = shapes[aliases.get(weight, weight)][cut.dim]
-        return output.narrow(-1, 0, 1).expand(*output.shape[:-1], size).clone()
-
-    parts = {**cuts, **{name: read.shard for name, read in reads.items() if read.shard is not None}}
-    held = {name: cut.local_shape(shapes[name], rank) for name, cut in parts.items()}
-    with _as_sharded(module, reads, whole.regions, aliases), _by_weight(module, placed):
-        return mode.capture(
-            module, shapes=held, before=before, after=after, like=whole.trace, guide=guide, layers=layers
-        )
-
-
-@contextlib.contextmanager
-def _as_sharded(
-    module: nn.Module, reads: Mapping[str, Read], regions: Mapping[str, Region], aliases: Mapping[str, str]
-) -> Iterator[None]:
-    """Read the tensors that are read mapped as the sharded model will: through a property of the class, and
-    map at a region's border in its class's forward. Here both give an alias, so that what passes them by can
-    be told."""
-    swapped: list[tuple[nn.Module, type[nn.Module]]] = []
-    made: dict[tuple[int, str], torch.Tensor] = {}
-    try:
-        for path, owner in module.named_modules():
-            keys = [*owner._parameters, *owner._buffers]
-            names = [k for k in keys if aliases.get(n := f"{path}.{k}" if path else k, n) in reads]
-            body: dict[str, Any] = {name: property(_aliased(name, made)) for name in names}
-            if path in regions:
-                body["forward"] = _bordered(regions[path], type(owner))
-            if body:
-                swapped.append((owner, type(owner)))
-                owner.__class__ = type(type(owner).__name__, (type(owner),), body)
-        yield
-    finally:
-        for owner, own in swapped:
-            owner.__class__ = own
-
-
-def _bordered(region: Region, base: type[nn.Module]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = aliased((args, kwargs), region.copied)
-        return aliased(base.forward(self, *args, **kwargs), region.reduced)
-
-    def aliased(value: Any, places: frozenset[str]) -> Any:
-        found = {id(t): torch.ops.aten.alias.default(t) for p, t, _ in tensors_in(value) if p in places}
-        return pytree.tree_map(lambda leaf: found.get(id(leaf), leaf), value)
-
-    return forward
-
-
-@contextlib.contextmanager
-def _by_weight(module: nn.Module, placed: Mapping[str, Placed]) -> Iterator[None]:
-    """Conv1Ds and norms of the plan take their size from their weight, as the parallel layers do."""
-    swapped: list[tuple[nn.Module, type[nn.Module]]] = []
-    rows: list[tuple[nn.Module, int]] = []
-    try:
-        for path in placed:
-            owner = module.get_submodule(path)
-            if placed[path].style == "vocab" and owner.__dict__.get("padding_idx") is not None:
-                rows.append((owner, owner.__dict__["padding_idx"]))
-                owner.__dict__["padding_idx"] = None  # of all rows; the parallel layer knows whose it is
-            forward = _BY_WEIGHT.get(kind_of(owner)) if placed[path].layouts else None
-            if forward is not None:
-                swapped.append((owner, type(owner)))
-                owner.__class__ = type(type(owner).__name__, (type(owner),), {"forward": forward})
-        yield
-    finally:
-        for owner, own in swapped:
-            owner.__class__ = own
-        for owner, row in rows:
-            owner.__dict__["padding_idx"] = row
-
-
-def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-    return y.view((*x.size()[:-1], self.weight.size(1)))
-
-
-def _norm(self: Any, input: torch.Tensor) -> torch.Tensor:
-    if isinstance(self, nn.RMSNorm):
-        return F.rms_norm(input, tuple(self.weight.shape), self.weight, self.eps)
-    return F.layer_norm(input, tuple(self.weight.shape), self.weight, self.bias, self.eps)
-
-
-_BY_WEIGHT: dict[str, Callable[..., torch.Tensor]] = {"conv1d": _conv1d, "norm": _norm}
-
-
-def _aliased(
-    name: str, made: dict[tuple[int, str], torch.Tensor]
-) -> Callable[[nn.Module], torch.Tensor | None]:
-    def read(owner: nn.Module) -> torch.Tensor | None:
-        stored = owner._parameters.get(name)
-        tensor = owner._buffers.get(name) if stored is None else stored
-        if tensor is None:
-            return None
-        key = (id(tensor), name)  # one object for every reading, as the tensor itself is
-        if key not in made:
-            made[key] = torch.ops.aten.alias.default(tensor)
-        return made[key]
-
-    return read
+__all__ = ["compare", "failed", "local_call"]
 
 
 def _vals(node: fx.Node) -> list[Val | None]:
@@ -207,41 +50,6 @@ def local_call(whole: Propagation, node: fx.Node, rank: int) -> Local:
         layouts[0] if layouts else whole.computed[node][0],
         _results(whole, node, rank),
     )
-
-
-def same_repeats(whole: Trace, local: Trace) -> bool:
-    """Whether the same layers are left out of both, repeating the same on the same values."""
-    return _repeats(whole) == _repeats(local)
-
-
-def silent(node: fx.Node) -> bool:
-    """Whether an op may be left out. TorchScript detaches what has no gradient, in some runs."""
-    return op_name(node) in SILENT or (op_name(node) == "detach" and not node.meta["grads"])
-
-
-def _repeats(trace: Trace) -> list[Any]:
-    """The repetitions, and what each is given, in names that both traces have."""
-    ids: dict[fx.Node, Any] = {}
-    ops = 0
-    for node in trace.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            ids[node] = (node.op, node.meta["name"])
-        elif node.target in (REPEATED, operator.getitem):
-            ids[node] = (str(node.target), ids[node.all_input_nodes[0]], node.args[1])
-        elif node.op == "call_function" and op_name(node) in SILENT:
-            ids[node] = ids[node.all_input_nodes[0]]
-        elif node.op == "call_function":
-            ids[node], ops = (ops,), ops + 1
-    paths = [r.path for r in trace.repeats]
-
-    def own(repeat: Repeat, there: Any, here: Any) -> bool:
-        """A tensor of the layer itself, that a property handed out in an earlier call."""
-        if there[:1] != ("get_attr",) or here[:2] != (str(REPEATED), there):
-            return False
-        return repeat.renamed(there[1]) is not None and paths[here[2]] == repeat.path
-
-    given = [(r, [(ids[a], ids[b]) for a, b in r.given]) for r in trace.repeats]
-    return [(r.path, r.of, r.call, [pair for pair in pairs if not own(r, *pair)]) for r, pairs in given]
 
 
 def compare(whole: Propagation, local: Trace, rank: int, *, broken: bool = False) -> Finding | None:
@@ -403,7 +211,7 @@ class _Comparison:
         help: tuple[str, ...] = (),
     ) -> Finding:
         return Finding(
-            source or node, Conflict(code, message, notes=notes, help=help), _origins(self.whole, node)
+            source or node, Conflict(code, message, notes=notes, help=help), origins_of(self.whole, node)
         )
 
     def _other_op(self, wanted: fx.Node, got: fx.Node) -> Finding:
@@ -549,44 +357,3 @@ def failed(whole: Propagation, error: TraceError, rank: int) -> Finding:
     if error.source is not None:
         found.node.meta["source"] = error.source
     return found
-
-
-def finding_in(
-    whole: Propagation,
-    path: str,
-    code: str,
-    message: str,
-    help: tuple[str, ...] = (),
-    only: Callable[[fx.Node], bool] | None = None,
-) -> Finding:
-    """A finding at the first op (of `only` those) of the module `path` that has to do with a shard."""
-    inside = [n for n in whole.trace.ops() if _within(n.meta["module"], path)]
-    inside = [n for n in inside if only is None or only(n)]
-    node = next((n for n in inside if _origins(whole, n)), (inside or whole.trace.ops())[0])
-    return Finding(node, Conflict(code, message, help=help), _origins(whole, node))
-
-
-def finding_at(whole: Propagation, tensor: str, code: str, message: str) -> Finding:
-    """A finding at the op that reads the tensor of that name."""
-    node = next(n for n in whole.trace.graph.nodes if n.op == "get_attr" and n.meta["name"] == tensor)
-    user = next(iter(node.users))
-    return Finding(user, Conflict(code, message), _origins(whole, user))
-
-
-def _within(path: str, root: str) -> bool:
-    return not root or path == root or path.startswith(f"{root}.")
-
-
-def _origins(whole: Propagation, node: fx.Node) -> tuple[str, ...]:
-    """The nearest sharded layers above a node."""
-    found: set[str] = set()
-    frontier, seen = [node], set()
-    while frontier and not found:
-        current = frontier.pop(0)
-        if current in seen:
-            continue
-        seen.add(current)
-        if current.op == "get_attr" and any(isinstance(x, Shard) for x in whole.layouts.get(current, [])):
-            found.add(current.meta["name"].rpartition(".")[0])
-        frontier += current.all_input_nodes
-    return tuple(sorted(found))

@@ -7,6 +7,7 @@ alike, and where no mapping stands around both. If any of it is not so, the whol
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from torch import fx
 
 from autotp.match import Matches
-from autotp.propagate.engine import Propagation
-from autotp.trace.graph import Repeat, Trace
+from autotp.propagate.ops import SILENT, op_name
+from autotp.propagate.propagation import Propagation
+from autotp.trace.graph import REPEATED, Repeat, Trace
 
-__all__ = ["Unlike", "marks", "spread"]
+__all__ = ["Unlike", "marks", "same_repeats", "spread"]
 
 
 class Unlike(Exception):
@@ -101,3 +103,33 @@ def _parts(table: Mapping[str, Any], layers: set[str]) -> dict[str, dict[str, An
         if place:
             found.setdefault(place, {})[name[len(place) :]] = value
     return found
+
+
+def same_repeats(whole: Trace, local: Trace) -> bool:
+    """Whether the same layers are left out of both, repeating the same on the same values."""
+    return _repeats(whole) == _repeats(local)
+
+
+def _repeats(trace: Trace) -> list[Any]:
+    """The repetitions, and what each is given, in names that both traces have."""
+    ids: dict[fx.Node, Any] = {}
+    ops = 0
+    for node in trace.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            ids[node] = (node.op, node.meta["name"])
+        elif node.target in (REPEATED, operator.getitem):
+            ids[node] = (str(node.target), ids[node.all_input_nodes[0]], node.args[1])
+        elif node.op == "call_function" and op_name(node) in SILENT:
+            ids[node] = ids[node.all_input_nodes[0]]
+        elif node.op == "call_function":
+            ids[node], ops = (ops,), ops + 1
+    paths = [r.path for r in trace.repeats]
+
+    def own(repeat: Repeat, there: Any, here: Any) -> bool:
+        """A tensor of the layer itself, that a property handed out in an earlier call."""
+        if there[:1] != ("get_attr",) or here[:2] != (str(REPEATED), there):
+            return False
+        return repeat.renamed(there[1]) is not None and paths[here[2]] == repeat.path
+
+    given = [(r, [(ids[a], ids[b]) for a, b in r.given]) for r in trace.repeats]
+    return [(r.path, r.of, r.call, [pair for pair in pairs if not own(r, *pair)]) for r, pairs in given]

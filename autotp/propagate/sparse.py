@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from autotp.placement import INVARIANT, Layout
-from autotp.propagate.engine import Engine, Propagation, Walk
+from autotp.propagate.engine import Engine, Walk
+from autotp.propagate.propagation import Propagation
 from autotp.trace.graph import Trace
 
 __all__ = ["sparse"]

@@ -11,6 +11,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
 from autotp.rewrite.edits.locate import NOTHING, Site, number
@@ -203,15 +204,22 @@ def _flow(
             wanted = _wanted(wrong, worth)
             if wanted is NOTHING:
                 continue
-            for leaf in _leaves(site, source):
-                for size in tables:
-                    value = site.value(leaf)
-                    local = localised((size,), value, rank)
-                    if local is None or local == value:
-                        continue
-                    if _with(site, source, {leaf: local}) == wanted:
-                        return leaf, size
+            for leaf, size, worth in _localised(site, source, tables, rank):
+                if worth == wanted:
+                    return leaf, size
     return None
+
+
+def _localised(
+    site: Site, expression: ast.expr, tables: Sequence[Size], rank: int
+) -> Iterator[tuple[ast.expr, Size, Any]]:
+    """Each leaf that a size of the tables changes, and what the expression is worth then."""
+    for leaf in _leaves(site, expression):
+        value = site.value(leaf)
+        for size in tables:
+            local = localised((size,), value, rank)
+            if local is not None and local != value:
+                yield leaf, size, _with(site, expression, {leaf: local})
 
 
 def _wanted(wrong: Wrong, worth: object) -> object:
@@ -293,15 +301,9 @@ def in_check(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[as
     test, passes = _test(site)
     if test is None:
         return
-    for leaf in _leaves(site, test):
-        for size in tables:
-            value = site.value(leaf)
-            local = localised((size,), value, rank)
-            if local is None or local == value:
-                continue
-            worth = _with(site, test, {leaf: local})
-            if worth is not NOTHING and bool(worth) is passes:
-                yield leaf, size
+    for leaf, size, worth in _localised(site, test, tables, rank):
+        if worth is not NOTHING and bool(worth) is passes:
+            yield leaf, size
 
 
 def in_arguments(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[ast.expr, Size]]:

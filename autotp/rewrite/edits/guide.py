@@ -19,8 +19,9 @@ from torch import Tensor, fx, nn
 
 from autotp.placement import Joint, Shard
 from autotp.propagate.arguments import expected
-from autotp.propagate.dual import SILENT, local_call, silent
-from autotp.propagate.engine import Propagation, arguments_of, name_of, named_arguments, op_name
+from autotp.propagate.dual import local_call
+from autotp.propagate.ops import SILENT, arguments_of, name_of, named_arguments, op_name, silent
+from autotp.propagate.propagation import Propagation
 from autotp.rewrite.edits.compile import holds, made_from, made_of
 from autotp.rewrite.edits.edit import Call, Edit, Function, Local, Part, Size, Wrapper
 from autotp.rewrite.edits.find import Found, Wrong, find, find_operand, in_arguments, in_check

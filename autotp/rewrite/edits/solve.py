@@ -17,7 +17,7 @@ from torch import fx, nn
 from autotp.diagnostic import UnprovenPath
 from autotp.propagate import dual
 from autotp.propagate.call import Conflict
-from autotp.propagate.engine import Finding, Propagation
+from autotp.propagate.propagation import Finding, Propagation
 from autotp.rewrite.edits.bind import Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Wrapper
 from autotp.rewrite.edits.guide import Guide

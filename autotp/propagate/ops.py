@@ -1,0 +1,78 @@
+"""What a recorded op call is: its name, its arguments by the names of its schema, whether it draws."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["SILENT", "arguments_of", "draws", "name_of", "named_arguments", "op_name", "silent", "spoken"]
+
+SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
+
+
+def op_name(node: fx.Node) -> str:
+    """The op's name without namespace (for aten), overload, and the underscore of an in-place form."""
+    return name_of(node.target)
+
+
+def name_of(target: Any) -> str:
+    """The same of the op itself."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return str(target)
+    space, _, name = schema.name.partition("::")
+    if space != "aten":
+        return str(schema.name)
+    return str(name[:-1] if name.endswith("_") and not name.endswith("__") else name)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op call draws random numbers: not the dropout of an eval forward, or of rate 0."""
+    named = arguments_of(node)
+    if op_name(node) == "scaled_dot_product_attention":
+        return bool(named["dropout_p"])
+    if "p" in named and "train" in named:
+        return bool(named["train"] and named["p"])
+    if op_name(node) == "rrelu":
+        return bool(named["training"])
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by the names of the op's schema, with the schema's defaults."""
+    return named_arguments(node.target, node.args, node.kwargs)
+
+
+def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a call that is no node."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return {str(position): value for position, value in enumerate(args)} | dict(kwargs)
+    given = dict(zip((p.name for p in schema.arguments), args, strict=False)) | dict(kwargs)
+    named = {}
+    for parameter in schema.arguments:
+        if parameter.name in given or parameter.has_default_value():
+            named[parameter.name] = given.get(parameter.name, parameter.default_value)
+    return named
+
+
+def silent(node: fx.Node) -> bool:
+    """Whether an op may be left out. TorchScript detaches what has no gradient, in some runs."""
+    return op_name(node) in SILENT or (op_name(node) == "detach" and not node.meta["grads"])
+
+
+def spoken(node: fx.Node) -> str:
+    """A node as people say it: the parameter's name, or the op and the module that made it."""
+    if node.op == "get_attr":
+        return str(node.meta["name"])
+    if node.op == "placeholder":
+        return f"input {node.meta['name']}"
+    source = node
+    while source.target is operator.getitem:
+        source = source.all_input_nodes[0]
+    where = node.meta.get("module")
+    return f"{op_name(source)} of {where}" if where else f"{op_name(source)}"

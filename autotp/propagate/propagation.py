@@ -1,0 +1,64 @@
+"""The layouts of one recorded graph, and what speaks against them: the result of a walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autotp.match import Matches
+from autotp.placement import Layout, Shard
+from autotp.propagate.call import Conflict
+from autotp.propagate.flexible import Grant
+from autotp.propagate.operands import Part
+from autotp.propagate.reads import Read
+from autotp.propagate.regions import Region
+from autotp.trace.graph import Trace
+
+__all__ = ["Finding", "Propagation"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A conflict at a node, with the layers that its values come from."""
+
+    node: fx.Node
+    conflict: Conflict
+    origins: tuple[str, ...]
+
+
+@dataclass
+class Propagation:
+    """The layouts of one trace.
+
+    `layouts` holds what a node's value is for its readers, `computed` what the op itself gives on a rank
+    (they differ where a layer gathers its output). A node that is in neither is unknown, because of a
+    finding before it. `cuts` is how each tensor is cut, after row layers took the cut of their input.
+    `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
+    resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
+    values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
+    a rank's part. `random` and `random_whole` are the modules that draw random numbers
+    on a shard and on whole values, `reached` the layers of the plan that ran, `copied` the column layers
+    whose input has a gradient to sum, with those inputs, `uncopied` those whose input's gradient is a part;
+    `repeated` are the copied layers that repeat others, with their inputs' names.
+    """
+
+    trace: Trace
+    matches: Matches
+    cuts: dict[str, Shard]
+    aliases: Mapping[str, str]
+    reads: dict[str, Read] = field(default_factory=dict)
+    regions: dict[str, Region] = field(default_factory=dict)
+    grants: dict[fx.Node, Layout] = field(default_factory=dict)
+    parts: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)
+    wanted: list[Read | Grant | Part | Region] = field(default_factory=list)
+    layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
+    computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    random: set[str] = field(default_factory=set)
+    random_whole: set[str] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
+    copied: dict[str, list[fx.Node]] = field(default_factory=dict)
+    uncopied: set[str] = field(default_factory=set)
+    repeated: dict[str, tuple[str, ...]] = field(default_factory=dict)
