@@ -12,6 +12,7 @@ def test_every_mapping_says_what_it_runs():
     }
     assert ran == {
         "copy": [("all-reduce", "backward")],
+        "copy_shared": [("all-reduce", "backward")],
         "reduce": [("all-reduce", "forward")],
         "gather": [("all-gather", "forward")],
         "scatter": [("all-gather", "backward")],

@@ -88,6 +88,7 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path):
 
 
 def test_a_plan_is_needed_where_none_is_shipped(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}')
-    with pytest.raises(autotp.UsageError, match="there is no shipped plan for model type 'gpt2'"):
+    config = {"model_type": "openai-gpt", "n_layer": 1, "n_embd": 8, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(autotp.UsageError, match="there is no shipped plan for model type 'openai-gpt'"):
         autotp.analyze(tmp_path, tp=2)

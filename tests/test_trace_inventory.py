@@ -10,8 +10,15 @@ from autotp.trace.inventory import inventory, kind_of
 from tests import architectures
 
 
+class Named(nn.Linear):
+    """Adds nothing."""
+
+
 class Scaled(nn.Linear):
     """Computes otherwise, so it is no plain linear layer."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
 
 
 def test_kinds():
@@ -24,6 +31,7 @@ def test_kinds():
         nn.RMSNorm(2): "norm",
         nn.GroupNorm(1, 2): "norm",
         Conv1D(2, 2): "conv1d",
+        Named(2, 2): "linear",
         Scaled(2, 2): "other",
         nn.Conv2d(2, 2, 1): "other",
         nn.Bilinear(2, 2, 2): "other",

@@ -79,4 +79,6 @@ def _guarded(found: dict[str, Rule], rules: Mapping[str, Rule], names: list[str]
 def _unruled(name: str, rules: Mapping[str, Rule], names: list[str]) -> str:
     """A name with `*` for its numbers, where nothing alike has a rule."""
     pattern = general(name)
+    if not pattern.strip("*."):  # `*` alone matches everything
+        return name
     return name if any(other in rules for other in names if matches(pattern, other)) else pattern

@@ -37,7 +37,7 @@ class Layers:
         >>> Layers.of(stack).groups
         {'0': 0, '1': 0, '2': 0}
         >>> Layers.of(stack, {"1.0": "column"}).groups
-        {}
+        {'0': 0, '2': 0}
         """
         groups: dict[str, int] = {}
         for number, paths in enumerate(_alike(module, "", marks or {}, {id(module)})):
