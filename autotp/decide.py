@@ -159,6 +159,8 @@ def _collectives(analysis: Analysis, proof: Proof) -> list[Collective]:
         if read.copied or read.held is not None:
             mapping = "copy" if read.copied else "copy_shared"
             found += collectives_of(mapping, owner, calls=proof.calls.get(owner, 1))
+    for (path, mapping), calls in proof.mapped.items():
+        found += collectives_of(mapping, path, calls=calls * proof.calls.get(path, 1))
     for region in proof.regions.values():
         for mapping, places in (("copy", region.copied), ("reduce", region.reduced)):
             found += collectives_of(mapping, region.path, calls=len(places) * proof.calls.get(region.path, 1))

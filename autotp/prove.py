@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from autotp.propagate.borders import borders
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
+from autotp.propagate.mapped import counted
 from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
@@ -57,7 +59,8 @@ class Proof:
     value, in groups, `uncopied` those whose input comes as a copy; `random` the modules that draw random
     numbers on a shard, `random_in_eval` those of them that draw in evaluation, too. `propagations` are the
     layouts of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as
-    another one does, `edits` the edits of the model's code, found and proven, `branches` those of the code
+    another one does, `edits` the edits of the model's code, found and proven, `mapped` how often
+    each of their mappings runs in a call of each module, `branches` those of the code
     that handles sharded values which no mode took. `random_common` are modules inside of those in `random`
     that draw what all ranks share.
     """
@@ -78,6 +81,7 @@ class Proof:
     branches: tuple[Branch, ...] = ()
     random_common: set[str] = field(default_factory=set)
     edits: Edits = field(default_factory=Edits)
+    mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def prove(
@@ -222,6 +226,7 @@ class _Prover:
         proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
         proof.copied |= whole.copied.keys() | whole.repeated.keys()
         proof.uncopied |= whole.uncopied
+        proof.mapped |= counted(whole.mapped)
         read = {path: tuple(node.name for node in inputs) for path, inputs in whole.copied.items()}
         for path, names in (read | whole.repeated).items():
             self.inputs.setdefault(path, {})[mode] = names

@@ -155,7 +155,7 @@ class Layered(nn.Module):
     ("odd", "code"),
     [
         (lambda layer, x: layer.fc2(layer.fc1(x).softmax(-1)), "AT303"),
-        (lambda layer, x: layer(x) + layer.fc1(x).sum(), "AT310"),
+        (lambda layer, x: layer(x) + (layer.fc1(x) @ layer.fc1(x).mT).sum(), "AT310"),
         (lambda layer, x: layer(x) + F.linear(x, layer.fc1.weight).sum(), "AT312"),
     ],
 )

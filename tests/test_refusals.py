@@ -30,7 +30,6 @@ def between(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "softmax": (lambda: models.MLP(between=models.softmax), 2),
     "norm": (models.Normed, 2),
-    "mean": (lambda: models.MLP(between=models.standardise), 2),
     "cumsum": (lambda: models.MLP(between=models.cumulate), 2),
     "flip": (lambda: models.MLP(between=models.flip), 2),
     "fused_gate": (models.FusedGate, 2),

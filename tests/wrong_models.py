@@ -13,7 +13,7 @@ from tests.models import MLP, FusedGate, Opt
 
 # Functions of the features between a column and a row layer.
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "std": lambda h: h / h.std(-1, keepdim=True),
+    "variance_of_no_name": lambda h: h / (2 * h).var(-1, keepdim=True),
     "topk": lambda h: h * (h >= h.topk(3, -1).values[..., -1:]),
     "argmax": lambda h: h * h.argmax(-1, keepdim=True),
     "sort": lambda h: h.sort(-1).values,
@@ -21,7 +21,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "cummax": lambda h: h.cummax(-1).values,
     "normalise": lambda h: F.normalize(h, dim=-1),
     "gram": lambda h: (h @ h.mT).softmax(-1) @ h,
-    "mean_by_hand": lambda h: h - (h.sum(-1) / h.shape[-1])[..., None],
+    "median": lambda h: h - h.median(-1, keepdim=True).values,
     "feature_positions": lambda h: h * torch.arange(h.shape[-1]),
 }
 
@@ -114,7 +114,7 @@ class Alibi(nn.Module):
 
 def local_slopes(q: Tensor) -> Tensor:
     """As many slopes as there are heads here: every rank would take the first ones."""
-    return 2.0 ** -torch.arange(1, q.shape[1] + 1)
+    return 2.0 ** -torch.arange(1, q.shape.__getitem__(1) + 1)  # of no expression that edits know
 
 
 class Tied(nn.Module):

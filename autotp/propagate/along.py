@@ -13,6 +13,7 @@ from torch import fx, nn
 from autotp.diagnostic import UsageError
 from autotp.explanation import Explanation, Mapped, Step
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard
+from autotp.propagate.mapped import STATISTICS
 from autotp.propagate.ops import op_name
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.regions import border
@@ -23,6 +24,7 @@ __all__ = ["along"]
 
 LAYERS = ("linear", "addmm", "embedding")
 BORDER = "added by the proof at the module's border"
+EDIT = "added by the proof in the model's code"
 
 
 def along(found: Explanation, module: nn.Module, proof: Proof, mode: str | None) -> Explanation:
@@ -124,6 +126,10 @@ class _Walk:
         if self._leaves(node):
             mappings.append(Mapped("reduce", "after"))
             whys[BORDER] = None
+        how = self.whole.mapped.get(node, ())
+        if how:
+            mappings += [Mapped("reduce" if step in STATISTICS else step, "after") for step in how]
+            whys[EDIT] = None
         return Step(
             op_name(node),
             self._relative(node.meta["module"]),

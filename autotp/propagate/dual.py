@@ -9,16 +9,18 @@ It proves shapes and arguments, not sums: those are the layout rules' part.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from autotp.placement import describe
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.findings import finding_in, origins_of
-from autotp.propagate.ops import arguments_of, op_name, silent
+from autotp.propagate.mapped import MARK, STEPS
+from autotp.propagate.ops import arguments_of, op_name, silent, spoken
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.trace.graph import GRADIENT, REPEATED, Trace, TraceError, Val
 
@@ -63,6 +65,7 @@ class _Comparison:
         self.whole = whole
         self.rank = rank
         self.ids: dict[fx.Node, Any] = {}
+        self.made: dict[Any, fx.Node] = {}  # the ops of the whole trace by their ids
 
     def run(self, local: Trace, *, broken: bool) -> Finding | None:
         wanted, got = self.whole.trace.ops(), local.ops()
@@ -73,9 +76,15 @@ class _Comparison:
             return finding
         i = j = 0
         while i < len(wanted) and j < len(got):
+            if op_name(got[j]) == MARK:
+                finding = self._marked(got[j])
+                if finding is not None:
+                    return finding
+                j += 1
+                continue
             if op_name(wanted[i]) != op_name(got[j]):
                 if self._silent(wanted[i]):
-                    self.ids[wanted[i]] = self._id(wanted[i].all_input_nodes[0])
+                    self.ids[wanted[i]] = self._seen(wanted[i].all_input_nodes[0])
                     i += 1
                     continue
                 if _left_out(got[j], *_around(got[j])):
@@ -84,13 +93,14 @@ class _Comparison:
                     continue
                 return self._other_op(wanted[i], got[j])
             self.ids[wanted[i]] = self.ids[got[j]] = ("op", i)
+            self.made["op", i] = wanted[i]
             finding = self._op(wanted[i], got[j])
             if finding is not None:
                 return finding
             i, j = i + 1, j + 1
         if broken:
             return None
-        if not all(map(silent, (*wanted[i:], *got[j:]))):
+        if not all(silent(n) or op_name(n) == MARK for n in (*wanted[i:], *got[j:])):
             node = wanted[i] if i < len(wanted) else got[j]
             return self._finding(
                 node if i < len(wanted) else wanted[-1],
@@ -99,7 +109,44 @@ class _Comparison:
                 f"a rank's smaller sizes take another branch",
                 source=node,
             )
-        return self._numbers(local)
+        return self._ends(local) or self._numbers(local)
+
+    def _ends(self, local: Trace) -> Finding | None:
+        """What leaves the forward behind a mapping."""
+        whole = self.whole.trace
+        ours, theirs = (*whole.outputs, *whole.stored), (*local.outputs, *local.stored)
+        for one, other in zip(ours, theirs, strict=False):
+            if one.node in self.whole.mapped and self._seen(one.node) != self._id(other.node):
+                return self._unmapped(one.node)
+        return None
+
+    def _marked(self, mark: fx.Node) -> Finding | None:
+        """A mapping in the edited code: it must be one that the layouts ask for, of the right values."""
+        value, others, step = mark.args
+        assert isinstance(value, fx.Node) and isinstance(others, (list, tuple))
+        source = self._id(value)
+        made = self.made.get(_stripped(source))
+        asked = self.whole.mapped.get(made, ()) if made is not None else ()
+        operands = [self._id(n) for n in others if isinstance(n, fx.Node)]
+        if made is None or step not in asked:
+            if step == "copy" and made is not None and asked and not _grad(made):
+                self.ids[mark] = source  # without a gradient a copy is the value itself
+                return None
+            return self._mapping(mark, f"{step} stands around a value that is not mapped there")
+        if operands and operands != [self._seen(n) for n in made.all_input_nodes[:1]]:
+            return self._mapping(mark, f"{step} is given another value than the {op_name(made)}")
+        self.ids[mark] = (step, source)
+        return None
+
+    def _mapping(self, node: fx.Node, message: str) -> Finding:
+        return self._finding(self.whole.trace.ops()[0], "AT303", message, source=node)
+
+    def _seen(self, node: fx.Node) -> Any:
+        """A value of the whole trace as its readers must see it: behind its mappings."""
+        found = self._id(node)
+        for step in self.whole.mapped.get(node, ()):
+            found = found if step == "copy" and not _grad(node) else (step, found)
+        return found
 
     def _silent(self, wanted: fx.Node) -> bool:
         """Whether the rank may leave out an op of the whole run."""
@@ -247,7 +294,10 @@ class _Comparison:
         for name in sorted(ours.keys() | theirs.keys()):
             here = theirs.get(name)
             if _has_node(ours.get(name)) or _has_node(here):
-                if self._places(ours.get(name)) != self._places(here):
+                if self._places(ours.get(name), self._seen) != self._places(here, self._id):
+                    lacking = self._unmapped(ours.get(name))
+                    if lacking is not None:
+                        return lacking
                     return self._finding(
                         wanted,
                         "AT315",
@@ -268,12 +318,36 @@ class _Comparison:
                 )
         return None
 
-    def _places(self, argument: Any) -> Any:
+    def _places(self, argument: Any, of: Callable[[fx.Node], Any]) -> Any:
+        """Where the tensors of an argument come from."""
         if isinstance(argument, fx.Node):
-            return self._id(argument)
+            return of(argument)
         if isinstance(argument, (list, tuple)):
-            return [self._places(a) for a in argument]
+            return [self._places(a, of) for a in argument]
         return argument
+
+    def _unmapped(self, argument: Any) -> Finding | None:
+        """The mapped value among an argument's, if its mapping stands nowhere in the code yet."""
+        values = argument if isinstance(argument, (list, tuple)) else [argument]
+        value = next((v for v in values if isinstance(v, fx.Node) and v in self.whole.mapped), None)
+        if value is None:
+            return None
+        source = next(iter(value.all_input_nodes))
+        layout = self.whole.layouts[source][0]
+        note = f"{spoken(source)} {list(source.meta['val'].shape)} {describe(layout)}"
+        message = f"{op_name(value)} over a dim that is sharded: each rank has only its part"
+        return self._finding(value, "AT303", message, note)
+
+
+def _stripped(source: Any) -> Any:
+    """The op's own id, without the mappings around it."""
+    while isinstance(source, tuple) and len(source) == 2 and source[0] in STEPS:
+        source = source[1]
+    return source
+
+
+def _grad(node: fx.Node) -> bool:
+    return any(val is not None and val.grad for val in _vals(node))
 
 
 _CONSTANT = (

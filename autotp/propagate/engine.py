@@ -21,6 +21,7 @@ from autotp.propagate.call import Call, Conflict, Value, needs_copy
 from autotp.propagate.ends import gradients, outputs
 from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.joint import joint
+from autotp.propagate.mapped import Mapped, after, copies_of, mapped_statistic, sums_of
 from autotp.propagate.operands import Part, parts_for
 from autotp.propagate.ops import arguments_of, draws, op_name, spoken
 from autotp.propagate.planned import PlannedLayers
@@ -60,12 +61,14 @@ def propagate(
     known, around = dict(reads), dict(regions)
     grants: dict[fx.Node, Layout] = {}
     parts: dict[tuple[fx.Node, fx.Node], Shard] = {}
+    mapped: dict[fx.Node, tuple[str, ...]] = {}
     while True:
         start = Propagation(
-            trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts)
-        )
+            trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts),
+            dict(mapped),
+        )  # fmt: skip
         result = (engine or Engine)(start, kinds).run()
-        before = (dict(known), dict(around), dict(grants), dict(parts))
+        before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped))
         for wanted in result.wanted:
             if isinstance(wanted, Read):
                 known.setdefault(wanted.name, wanted)
@@ -73,9 +76,11 @@ def propagate(
                 grants.setdefault(wanted.node, wanted.layout)
             elif isinstance(wanted, Part):
                 parts.setdefault((wanted.reader, wanted.value), wanted.shard)
+            elif isinstance(wanted, Mapped):
+                mapped[wanted.node] = max(wanted.how, mapped.get(wanted.node, ()), key=len)
             else:
                 around[wanted.path] = around.get(wanted.path, wanted) | wanted
-        if (known, around, grants, parts) == before:
+        if (known, around, grants, parts, mapped) == before:
             return result
 
 
@@ -171,10 +176,10 @@ class Engine:
             )
             self._find(node, unknown, origins)
 
-    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Grant | Part | Region]:
+    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Grant | Part | Mapped | Region]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
         code = conflict.code
-        found: list[Read | Grant | Part | Region] = []
+        found: list[Read | Grant | Part | Mapped | Region] = []
         if code == "AT310":
             found += self._solved(node, sums=True)
         if not found and code in ("AT305", *_LEAVING):
@@ -197,7 +202,18 @@ class Engine:
             )
         if not found and code == "AT306" and node.op != "output":
             found += parts_for(node, self.result.layouts, self._attempt, draws)
+        if not found and code in ("AT303", *_LEAVING):
+            found += sums_of(node, self._bind, self.result.layouts, conflict)
+        if not found and code == "AT305":
+            found += copies_of(
+                node, self._seen, self.result.layouts, self.result.mapped, self._is_read_by_itself
+            )
         return found
+
+    def _is_read_by_itself(self, node: fx.Node) -> bool:
+        name = node.meta["name"]
+        layer = self.kinds.get(name) in ("linear", "conv1d")
+        return node.meta["origin"] == "parameter" and not layer and name not in self.result.cuts
 
     def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:
         found = solve(node, self.result.layouts, self._attempt, self._bind, self._seen, self.kinds, sums=sums)
@@ -252,10 +268,14 @@ class Engine:
                 help=(f"leave {owner.path} whole, or call the layer itself",),
             )
         self._traced_backward(call)
-        layouts = self._granted(call) or self._rule(call)
+        how = self.result.mapped.get(node)
+        statistic = mapped_statistic(call, how) if how is not None else None
+        layouts = statistic or self._granted(call) or self._rule(call)
         self._random(call, layouts[0])
         for alias in written(self.result, call, layouts[0], self._seen):
             self._set(alias, [layouts[0]], self.origins[alias])
+        if how is not None:
+            return after(layouts, how), layouts
         return ([INVARIANT] if self.layers.gathered(node) else layouts), layouts
 
     def _granted(self, call: Call) -> list[Layout] | None:

@@ -100,6 +100,7 @@ class _Sparse(Engine):
         for name in (*self.result.cuts, *self.result.reads):
             yield from self.index.tensors.get(name, ())
         yield from self.result.grants
+        yield from self.result.mapped
         for path, region in self.result.regions.items():
             for call, entered in enumerate(self.result.trace.entered.get(path, ())):
                 for place, node in entered:

@@ -78,26 +78,32 @@ def specialise(
         module.__dict__[_KEY] = own
 
 
-_Described = tuple[type[nn.Module], tuple[str, ...], bool, Edits, int]
+_Described = tuple[type[nn.Module], tuple[str, ...], bool, Edits, int, Group | None]
 _MADE: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def _described(base: type[nn.Module], own: _Own) -> _Described:
     """What decides the class of an instance."""
     rank = own.group.rank if own.edits else 0  # edits hold the rank's own numbers
-    return base, tuple(sorted(own.reads)), own.region is not None, own.edits, rank
+    group = own.group if own.edits.mapped() else None
+    return base, tuple(sorted(own.reads)), own.region is not None, own.edits, rank, group
 
 
 def _subclass(
-    base: type[nn.Module], names: tuple[str, ...], border: bool, edits: Edits, rank: int
+    base: type[nn.Module],
+    names: tuple[str, ...],
+    border: bool,
+    edits: Edits,
+    rank: int,
+    group: Group | None,
 ) -> type[nn.Module]:
     """The subclass of `base` in which `names` are read mapped; one for all instances."""
-    key = (base, names, border, edits, edits.functions(), rank)
+    key = (base, names, border, edits, edits.functions(), rank, id(group))  # the class keeps its group
     if key not in _MADE:
         body: dict[str, Any] = {name: property(_reader(name)) for name in names}
         body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         body["__reduce_ex__"] = _reduce
-        body |= methods(base, edits, rank)
+        body |= methods(base, edits, rank, group=group)
         if border:
             body["forward"] = _forward(body.get("forward", base.forward))
         _MADE[key] = type(base.__name__, (base,), body)

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from autotp.comm import Group
 from autotp.rewrite.edits.branches import Branch, Span, branches
 from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
-from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Part, Unproven
+from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Mapped, Part, Unproven, Whole
 from autotp.rewrite.edits.locate import WRAPPED
+from autotp.rewrite.edits.statistics import mapping_of
 from autotp.rewrite.edits.text import Insert, NoSource, source_of
 from autotp.rewrite.edits.wrap import swapped, wrapper_of
 
@@ -91,10 +93,12 @@ def grown(edits: Iterable[Edit]) -> dict[str, _Tree]:
 
 @dataclass(frozen=True)
 class _How:
-    """How edits are carried out: for which rank, and while a model is proven by whom they are observed."""
+    """How edits are carried out: for which rank of which group, and while a model is proven by whom they are
+    observed; there is no group then."""
 
     edits: Edits
     rank: int
+    group: Group | None
     observed: Observed | None
     owner: object
 
@@ -105,11 +109,18 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
     source = source_of(function.__code__, function.__globals__)
     observed = how.observed
     pieces: list[tuple[Span, str, Callable[..., Any]]] = []
+    behind: dict[Span, str] = {}
     for edit in tree.edits:
+        span = (edit.start, edit.stop)
+        if isinstance(edit.wrapper, Mapped):
+            pieces += [(span, step, mapping_of(edit.wrapper, step, how.group)) for step in edit.wrapper.how]
+            behind[span] = edit.wrapper.operand
+            continue
         note = observed.note(edit.site) if observed is not None else None
         wrapper = wrapper_of(edit.wrapper, how.rank, _where(source, edit), note)
-        pieces.append(((edit.start, edit.stop), word(edit), wrapper))
-    wraps = {span: wrapper for span, name, wrapper in pieces if name == "local"}
+        (word,) = words(edit)
+        pieces.append((span, word, wrapper))
+    wraps = {span: wrapper for span, name, wrapper in pieces if name in ("local", "whole")}
     for span, children in tree.calls.items():
         known: list[tuple[Any, Any]] = []
         for call, child in children:
@@ -127,26 +138,38 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
     inserts = [
         insert
         for (span, name, _), given in zip(pieces, free, strict=True)
-        for insert in written(span, name, given)
+        for insert in written(span, name, given, behind.get(span, ""))
     ]
     made = remade(function, inserts, {n: wrapper for n, (_, _, wrapper) in zip(free, pieces, strict=True)})
     WRAPPED[id(made.__code__)] = wraps
     return made
 
 
-def word(edit: Edit) -> str:
-    """What is written around an edit's expression."""
-    return {Unproven: "unproven", Part: "part"}.get(type(edit.wrapper), "local")
+def words(edit: Edit) -> tuple[str, ...]:
+    """What is written around an edit's expression, the innermost first."""
+    if isinstance(edit.wrapper, Mapped):
+        return edit.wrapper.how
+    return (_WORDS.get(type(edit.wrapper), "local"),)
 
 
-def written(span: Span, kind: str, name: str) -> list[Insert]:
-    """The texts around a place."""
+_WORDS: dict[type, str] = {Unproven: "unproven", Part: "part", Whole: "whole"}
+
+
+def written(span: Span, kind: str, name: str, operand: str = "") -> list[Insert]:
+    """The texts around a place; a variance is given its operand as well."""
     start, stop = span
+    outer = kind == "copy"  # around another mapping of the same expression
+    before, behind = 2 * (start - stop) - outer, 2 * (stop - start) + outer
+    if kind in _WITH_OPERAND:
+        return [(start, before, f"{name}("), (stop, behind, f", {operand})")]
     if kind != "unproven":
-        return [(start, start - stop, f"{name}("), (stop, stop - start, ")")]
+        return [(start, before, f"{name}("), (stop, behind, ")")]
     if start == stop:
         return [(start, _FIRST, f"{name}(); ")]
-    return [(start, start - stop, f"({name}() or ("), (stop, stop - start, "))")]
+    return [(start, before, f"({name}() or ("), (stop, behind, "))")]
+
+
+_WITH_OPERAND = ("var", "std")
 
 
 _FIRST = -(2**62)  # before everything else that begins there
@@ -158,7 +181,12 @@ def _where(source: Any, edit: Edit) -> str:
 
 
 def methods(
-    kind: type[nn.Module], edits: Edits, rank: int, observed: Observed | None = None, owner: object = None
+    kind: type[nn.Module],
+    edits: Edits,
+    rank: int,
+    observed: Observed | None = None,
+    owner: object = None,
+    group: Group | None = None,
 ) -> dict[str, Any]:
     """The attributes of the subclass of `kind` in which `edits`, all of one module, are carried out.
 
@@ -170,7 +198,7 @@ def methods(
         function = holds(kept.fget if isinstance(kept, property) else kept, tree.function.live.__code__)
         if function is None:
             raise NoSource(f"{kind.__name__}.{name} is no longer {tree.function.name}")
-        body[name] = rebuilt(kept, function, _copy(tree, _How(edits, rank, observed, owner)))
+        body[name] = rebuilt(kept, function, _copy(tree, _How(edits, rank, group, observed, owner)))
     return body
 
 
@@ -212,7 +240,12 @@ def texts(edits: Edits) -> dict[str, list[tuple[Function, tuple[Insert, ...]]]]:
     found: dict[str, list[tuple[Function, tuple[Insert, ...]]]] = {}
 
     def visit(tree: _Tree) -> None:
-        inserts = [i for e in tree.edits for i in written((e.start, e.stop), word(e), word(e))]
+        inserts = [
+            insert
+            for edit in tree.edits
+            for word in words(edit)
+            for insert in written((edit.start, edit.stop), word, word, getattr(edit.wrapper, "operand", ""))
+        ]
         inserts += [i for span in tree.calls for i in written(span, "swap", "swap")]
         entry = (tree.function, tuple(sorted(inserts)))
         known = found.setdefault(tree.function.file, [])

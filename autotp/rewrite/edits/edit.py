@@ -16,8 +16,8 @@ from autotp.placement import Deal
 from autotp.rewrite.edits.compile import found_again
 
 __all__ = [
-    "Call", "Edit", "Edits", "Function", "Items", "Local", "Part", "Size", "TwoNeeds", "Unproven", "Wrapper",
-    "joined",
+    "Call", "Edit", "Edits", "Function", "Items", "Local", "Mapped", "Part", "Size", "TwoNeeds", "Unproven",
+    "Whole", "Wrapper", "joined",
 ]  # fmt: skip
 
 
@@ -114,7 +114,28 @@ class Part:
     deal: Deal
 
 
-Wrapper = Local | Items | Part | Unproven
+@dataclass(frozen=True)
+class Whole:
+    """`whole(number)`: a number that a rank reads off its own part becomes that of the whole model."""
+
+    sizes: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """`copy(mean(tensor))`: the value goes through mappings over the ranks, the first one first.
+
+    `size` is the number of elements that a statistic is taken over, with the ranks'; a variance is computed
+    from the value of the text `operand`, `along` a dim: (dim, keepdim, what is taken off that number).
+    """
+
+    how: tuple[str, ...]
+    size: Size | None = None
+    along: tuple[int, bool, float] | None = None
+    operand: str = ""
+
+
+Wrapper = Local | Items | Part | Unproven | Whole | Mapped
 
 
 @dataclass(frozen=True)
@@ -163,6 +184,13 @@ def joined(one: Wrapper, other: Wrapper) -> Wrapper:
         if both is not None:
             raise TwoNeeds(f"a shape of {both} sizes would have to change and to stay")
         return Items(tuple((*at, s) for at in sorted(places) for s in _sizes(places[at])), tuple(lengths))
+    if isinstance(one, Whole) and isinstance(other, Whole):
+        return Whole(tuple(sorted({*one.sizes, *other.sizes}, key=lambda s: (s.whole, s.parts))))
+    if isinstance(one, Mapped) and isinstance(other, Mapped):
+        longer, shorter = (one, other) if len(one.how) >= len(other.how) else (other, one)
+        # Without gradients there is nothing to copy; a copy is right there as well.
+        if longer == replace(shorter, how=(*shorter.how, *["copy"] * (len(longer.how) - len(shorter.how)))):
+            return longer
     if one == other:
         return one
     raise TwoNeeds("it would have to be two things")
@@ -209,6 +237,10 @@ class Edits:
                 raise
             found[edit.site] = replace(edit, wrapper=wrapper)
         return replace(self, edits=tuple(found.values()))
+
+    def mapped(self) -> bool:
+        """Whether any edit is a mapping over the ranks."""
+        return any(isinstance(edit.wrapper, Mapped) for edit in self.edits)
 
     def modules(self) -> Mapping[str, tuple[Edit, ...]]:
         """The edits of each module."""

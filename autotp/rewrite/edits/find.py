@@ -10,14 +10,21 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autotp.rewrite.edits.edit import Items, Local, Size, Wrapper
+from torch import fx
+
+from autotp.placement import Shard
+from autotp.propagate.mapped import STATISTICS, divisor
+from autotp.propagate.propagation import Propagation
+from autotp.rewrite.edits.edit import Items, Local, Mapped, Size, Whole, Wrapper
 from autotp.rewrite.edits.locate import NOTHING, Site, number
 from autotp.rewrite.edits.wrap import localised
 
-__all__ = ["Found", "Wrong", "find", "find_operand", "in_arguments", "in_check"]
+__all__ = [
+    "Found", "Wrong", "find", "find_operand", "find_whole", "in_arguments", "in_check", "mapped_at",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,45 @@ def _operands(node: ast.AST) -> list[ast.expr]:
     return [node.value] if isinstance(node, (ast.AugAssign, ast.Subscript)) else []
 
 
+def mapped_at(site: Site, level: int, whole: Propagation, node: fx.Node, operand: object) -> Found | None:
+    """The expression that is the op's result, with its mappings."""
+    if not isinstance(site.node, ast.expr):
+        return None
+    how, source = whole.mapped[node], node.all_input_nodes[0]
+    if how[0] not in STATISTICS:
+        return Found(level, site, site.node, Mapped(how))
+    shard, shape = whole.layouts[source][0], source.meta["val"].shape
+    assert isinstance(shard, Shard)
+    parts = tuple(shard.local_size(shape[shard.dim], rank) for rank in range(shard.tp))
+    size = Size(shape[shard.dim], parts)
+    if how[0] == "mean":
+        return Found(level, site, site.node, Mapped(how, size))
+    given = [e for e in _operands(site.node) if site.value(e) is operand]
+    texts = [site.source.text(e) for e in given]
+    if len(texts) != 1 or "\n" in texts[0]:
+        return None  # it is computed once more from its operand, which must be a name
+    return Found(level, site, site.node, Mapped(how, size, divisor(node), texts[0]))
+
+
 # -- numbers that are computed of local ones
+
+
+def find_whole(
+    got: float, need: float, sites: Sequence[tuple[int, Site]], tables: Sequence[Size], rank: int
+) -> Found | None:
+    """The size of a rank's own part in the expression of a number, which makes it right as the whole one."""
+    for level, site in sites:
+        for operand in _operands(site.node):
+            for source in (operand, *_assigned(site, operand)):
+                if site.value(source) != got:
+                    continue
+                calls = [n for n in ast.walk(source) if isinstance(n, ast.Call)]  # x.size(-1), len(x)
+                for leaf in (*_leaves(site, source), *calls):
+                    value = site.value(leaf)
+                    for size in tables:
+                        if size.parts[rank] == value and _with(site, source, {leaf: size.whole}) == need:
+                            return Found(level, site, leaf, Whole((replace(size, times=False),)))
+    return None
 
 
 def _flow(

@@ -20,11 +20,21 @@ from torch import Tensor, fx, nn
 from autotp.placement import Joint, Shard
 from autotp.propagate.arguments import expected
 from autotp.propagate.dual import local_call
+from autotp.propagate.mapped import MARK
 from autotp.propagate.ops import SILENT, arguments_of, name_of, named_arguments, op_name, silent
 from autotp.propagate.propagation import Propagation
 from autotp.rewrite.edits.compile import holds, made_from, made_of
 from autotp.rewrite.edits.edit import Call, Edit, Function, Local, Part, Size, Wrapper
-from autotp.rewrite.edits.find import Found, Wrong, find, find_operand, in_arguments, in_check
+from autotp.rewrite.edits.find import (
+    Found,
+    Wrong,
+    find,
+    find_operand,
+    find_whole,
+    in_arguments,
+    in_check,
+    mapped_at,
+)
 from autotp.rewrite.edits.locate import NOTHING, Site, located, method_of, number, outer
 from autotp.rewrite.edits.text import NoSource
 from autotp.slicing import take
@@ -75,6 +85,8 @@ class Guide:
         if wanted is None:
             return func, args, kwargs
         given = named_arguments(func, args, kwargs)
+        if wanted in self.whole.mapped:
+            self._mapped(wanted, given)
         mine = local_call(self.whole, wanted, self.rank)
         changed: dict[str, Any] = {}
         for name, whole in arguments_of(wanted).items():
@@ -108,6 +120,8 @@ class Guide:
     def _matching(self, func: Any, args: tuple[Any, ...]) -> fx.Node | None:
         """The op of the whole trace that this call is; None for one that may be there or not."""
         name = name_of(func)
+        if name == MARK:
+            return None
         while not self._lost and self._next < len(self._ops):
             wanted = self._ops[self._next]
             if op_name(wanted) == name:
@@ -149,6 +163,21 @@ class Guide:
             self.missing.append(Missing(node, str(error)))
         return in_place_of(here, lambda value: take(value, shard, self.rank))
 
+    # -- a statistic
+
+    def _mapped(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        """Note the edit that maps the op's result where the model makes it."""
+        try:
+            frames = list(_frames(sys._getframe(2)))
+            level, site = next(_sites(frames), (0, None))
+            found = None if site is None else mapped_at(site, level, self.whole, node, given["self"])
+            if found is None:
+                self.missing.append(Missing(node, "no expression is known that gives its result alone"))
+            else:
+                self._edit(node, frames, found)
+        except NoSource as error:
+            self.missing.append(Missing(node, str(error)))
+
     def _in_method(self, frame: FrameType) -> bool:
         method = method_of(frame)
         return method is not None and id(method[0]) in self._paths
@@ -157,6 +186,9 @@ class Guide:
 
     def _wrong(self, node: fx.Node, name: str, whole: Any, here: Any, want: Any) -> None:
         """Note the edit for each number of an argument that is wrong."""
+        if isinstance(here, (int, float)) and want == whole and not isinstance(whole, bool):
+            self._own(node, name, here, want)
+            return
         if number(here) and number(want):
             places: list[tuple[int | None, int, int]] = [(None, here, want)]
         elif isinstance(here, list) and isinstance(want, list) and len(here) == len(want):
@@ -183,6 +215,20 @@ class Guide:
                 )
                 continue
             found_any = True
+            self._edit(node, frames, found)
+
+    def _own(self, node: fx.Node, name: str, here: float, want: float) -> None:
+        """A number that the op needs as the whole model has it, read off a rank's own part."""
+        try:
+            frames = list(_frames(sys._getframe(3)))
+            found = find_whole(here, want, list(_sites(frames)), self._tables, self.rank)
+        except NoSource as error:
+            self.missing.append(Missing(node, str(error)))
+            return
+        if found is None:
+            why = f"the {here} in {name} comes from no size of a rank's own part that is known"
+            self.missing.append(Missing(node, why))
+        else:
             self._edit(node, frames, found)
 
     def _described(

@@ -19,7 +19,7 @@ from autotp.propagate import dual
 from autotp.propagate.call import Conflict
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.rewrite.edits.bind import Observed, bound, unreached
-from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Wrapper
+from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Whole, Wrapper
 from autotp.rewrite.edits.guide import Guide
 from autotp.rewrite.edits.text import NoSource
 from autotp.trace.graph import Trace, TraceError, Val
@@ -29,7 +29,7 @@ __all__ = ["solve"]
 
 ROUNDS = 12  # a check of the model's own stops a trace, so each takes a round
 TRIES = 12  # edits that may let a run go on which raised
-_EDITABLE = ("AT313", "AT315")
+_EDITABLE = ("AT303", "AT313", "AT315")
 
 Run = Callable[[Mode, Propagation, int, Any], Trace]  # (mode, its layouts, rank, guide)
 Modes = list[tuple[Mode, Propagation]]
@@ -171,7 +171,7 @@ def _with_observed(edits: Edits, observed: Observed, given: set[int]) -> Edits:
         else:
             for value in values:
                 number = value[2] if isinstance(value, tuple) else value
-                if number in given and (isinstance(value, tuple) or isinstance(edit.wrapper, Local)):
+                if number in given and (isinstance(value, tuple) or isinstance(edit.wrapper, (Local, Whole))):
                     two = TwoNeeds(f"{number}, a size of the input, would have to stay, whatever it is")
                     two.edit = edit
                     raise two
@@ -186,8 +186,8 @@ def _as_it_is(wrapper: Wrapper, value: Any) -> Wrapper:
         return Items(((length, place, Size(number, parts)),))
     if isinstance(wrapper, Items):
         return Items((), (value,))
-    assert isinstance(wrapper, Local)
-    return Local((Size(value, (value,) * len(wrapper.sizes[0].parts)),))
+    assert isinstance(wrapper, (Local, Whole))
+    return type(wrapper)((Size(value, (value,) * len(wrapper.sizes[0].parts)),))
 
 
 def _two_needs(finding: Finding, error: TwoNeeds) -> Finding:

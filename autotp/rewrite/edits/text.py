@@ -53,6 +53,11 @@ class Source:
         start = self.offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
         return start, self.offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
+    def text(self, node: ast.AST) -> str:
+        """The text of a node."""
+        start, stop = self.span(node)
+        return self.raw[start:stop].decode()
+
     def ending(self, line: int, column: int) -> list[ast.AST]:
         """The nodes that end at a place."""
         return self._ends.get((line, column), [])

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from autotp.diagnostic import UnprovenPath
-from autotp.rewrite.edits.edit import Items, Local, Part, Size, Unproven, Wrapper
+from autotp.rewrite.edits.edit import Items, Local, Part, Size, Unproven, Whole, Wrapper
 from autotp.trace.recorder import in_place_of
 
 __all__ = ["Note", "localised", "swapped", "unproven", "wrapper_of"]
@@ -45,6 +45,9 @@ def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callab
         return unproven(where)
     if isinstance(how, Part):
         return _part(how, rank, where, recorded=note is not None)
+    if isinstance(how, Whole):
+        return _whole(how.sizes, rank, where, note)
+    assert isinstance(how, Items)
     return _items(how, rank, where, note)
 
 
@@ -63,6 +66,23 @@ def _local(sizes: Sequence[Size], rank: int, where: str, note: Note | None) -> C
         )
 
     return local
+
+
+def _whole(sizes: Sequence[Size], rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:
+    def whole(value: Any) -> Any:
+        for size in sizes:
+            if value == size.parts[rank]:
+                return size.whole
+        if note is not None:
+            note(value)
+            return value
+        raise UnprovenPath(
+            f"{where}: the size {value} of a rank's part is none that was proven there "
+            f"({', '.join(str(s.parts[rank]) for s in sizes)}); shard the model with inputs= that run it "
+            "this way"
+        )
+
+    return whole
 
 
 def _items(how: Items, rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:

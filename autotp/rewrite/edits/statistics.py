@@ -1,0 +1,69 @@
+"""The mappings that stand around expressions of an edited model: what they compute.
+
+    mean(v)         v is the mean of a rank's elements: the mean of all ranks' elements
+    var(v, x)       v is the variance of a rank's elements x: that of all ranks' elements; std alike
+    reduce(v)       the sum over the ranks
+    copy(v)         v, whose gradient is summed over the ranks
+
+With n_r of n elements on rank r, the mean is the sum of mean_r n_r / n. A variance is computed anew from the
+elements: one element on a rank has none of its own. While a model is proven each is a mark in the trace, by
+which `propagate.dual` tells that it stands where it must, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autotp import mappings
+from autotp.comm import Group
+from autotp.rewrite.edits.edit import Mapped
+
+__all__ = ["mapping_of"]
+
+_library = torch.library.Library("autotp", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("mapped(Tensor value, Tensor[] others, str how) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+def _mark(value: Tensor, others: Sequence[Tensor], how: str) -> Tensor:
+    return value.view_as(value)
+
+
+_library.impl("mapped", _mark, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def mapping_of(how: Mapped, step: str, group: Group | None) -> Callable[..., Tensor]:
+    """The function that is called around the expression for one step of `how`; without a group its mark."""
+    if group is None:
+
+        def mark(value: Tensor, *others: Tensor) -> Tensor:
+            marked: Tensor = torch.ops.autotp.mapped(value, list(others), step)
+            return marked
+
+        return mark
+    known: Group = group
+    if step == "reduce":
+        return lambda value: mappings.reduce(value, known)
+    if step == "copy":
+        return lambda value: mappings.copy(value, known)
+    assert how.size is not None
+    whole, own = how.size.whole, how.size.parts[known.rank]
+    if step == "mean":
+        return lambda value: mappings.reduce(value * (own / whole), known)
+    return _spread(how, step, whole, known)
+
+
+def _spread(how: Mapped, step: str, whole: int, group: Group) -> Callable[..., Tensor]:
+    """The variance of all elements, or its root."""
+    assert how.along is not None
+    dim, keep, correction = how.along
+
+    def spread(value: Tensor, x: Tensor) -> Tensor:
+        mean = mappings.copy(mappings.reduce(x.sum(dim, keepdim=True), group), group) / whole
+        squares = mappings.reduce((x - mean).square().sum(dim, keepdim=keep), group)
+        variance = squares / max(whole - correction, 0)
+        return variance if step == "var" else variance.sqrt()
+
+    return spread
