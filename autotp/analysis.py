@@ -58,6 +58,7 @@ class Analysis:
     - `random`       the modules that draw random numbers on shards, on each rank from its own stream;
                      `random_in_eval` those of them that draw in evaluation, too, and
                      `random_common` modules inside of them that draw what all ranks share
+    - `draws`        in which of "train" and "eval" it draws random numbers that all ranks share
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof
@@ -80,6 +81,7 @@ class Analysis:
     random: tuple[str, ...] = ()
     random_in_eval: tuple[str, ...] = ()
     random_common: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
     reads: tuple[Read, ...] = ()
     regions: tuple[Region, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()

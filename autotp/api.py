@@ -18,6 +18,7 @@ from autotp.dry_run import PlanLike
 from autotp.fingerprint import sampled
 from autotp.rewrite.apply import apply
 from autotp.rewrite.graph_form import graph_form
+from autotp.rewrite.same_inputs import compare_inputs, forwards
 from autotp.trace.inputs import make
 from autotp.verification import Verification, compare
 
@@ -35,6 +36,7 @@ def shard(
     inputs: Any = None,
     check: str = "layouts",
     form: str = "module",
+    check_inputs: int | bool = 1,
 ) -> nn.Module:
     """Make `model` tensor-parallel in place, and return it. Call it on every rank of the group.
 
@@ -43,6 +45,10 @@ def shard(
     - `plan`, `inputs`, `check`: as `analyze` takes them.
     - `form`: "module", or "graph": a new `torch.fx.GraphModule`, in which every mapping is a node, of any
       batch and sequence, in the mode (train or eval) that the model is in; the model stays as it was.
+    - `check_inputs`: in how many forwards the ranks compare what they are given, by checksums (a few
+      milliseconds each); True for all. Ranks with other inputs raise UsageError, all of them. In the first
+      one a data loader is caught that counts by the wrong rank, and in all of them also ranks that sample
+      other tokens, or stop earlier.
 
     The class, the forward, hooks, dtypes, `requires_grad` and the names of the state_dict stay; each
     parameter object stays and holds this rank's part. Everything is checked before anything is touched.
@@ -62,10 +68,14 @@ def shard(
                 if form not in FORMS
                 else f'form="graph" needs the proof of check="layouts", not {check!r}'
             )
+        compared = forwards(check_inputs)
         analysis, proof = decide_with_proof(model, plan, tp=group.size, inputs=inputs, check=check)
         if not analysis.ok:
             raise PlanError(analysis.diagnostics)
-        mine: Any = _fingerprint(model, analysis)
+        mine: Any = _fingerprint(model, analysis) | {
+            "compared": str(compared),
+            "sums": str(getattr(group, "dtype", None)),
+        }
     except BaseException as error:  # an interrupt, too: the other ranks wait
         told = error if isinstance(error, Exception) else UsageError(f"stopped by {type(error).__name__}")
         with contextlib.suppress(type(told)):
@@ -73,10 +83,11 @@ def shard(
         raise
     _agree(group, mine)
     if form == "module":
-        return apply(model, analysis, group)
+        return apply(model, analysis, group, check_inputs=compared)
     assert proof is not None
     with together(group, timeout=EXPORT_TIMEOUT):
         graph: nn.Module = graph_form(model, analysis, proof, group, make(model, inputs))
+    compare_inputs(graph, group, compared, analysis.draws)
     return graph
 
 
@@ -134,6 +145,8 @@ _TOLD = {
     "layouts": "different layouts",
     "edits": "different edits of the model's code",
     "check": "different checks",
+    "compared": "a different check_inputs",
+    "sums": "sums in a different dtype",
     "forward": "different forwards (a hook on one rank, another version of a library)",
     "weights": "different weights: build the model from the same seed or checkpoint on every rank",
 }

@@ -112,6 +112,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         random=tuple(sorted(proof.random)),
         random_in_eval=tuple(sorted(proof.random_in_eval)),
         random_common=tuple(sorted(proof.random_common)),
+        draws=tuple(sorted(proof.draws)),
         reads=tuple(proof.reads.values()) if proven else (),
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),

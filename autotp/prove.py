@@ -80,6 +80,7 @@ class Proof:
     random_in_eval: set[str] = field(default_factory=set)
     branches: tuple[Branch, ...] = ()
     random_common: set[str] = field(default_factory=set)
+    draws: set[str] = field(default_factory=set)
     edits: Edits = field(default_factory=Edits)
     mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -235,6 +236,10 @@ class _Prover:
         proof.random_common |= set(inside)
         if not training:
             proof.random_in_eval |= whole.random
+        if any(
+            draws(n) and not _is_part(whole, n) for n in whole.trace.graph.nodes if n.op == "call_function"
+        ):
+            proof.draws.add("train" if training else "eval")
         told = {d.message for d in proof.diagnostics}
         proof.diagnostics += [d for d in _notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()

@@ -23,7 +23,8 @@ from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.mappings import Mesh
 
 __all__ = [
-    "RankDropout", "Streams", "rank_stream", "synchronize", "use_common_stream", "use_rank_stream",
+    "RankDropout", "Streams", "global_states",
+    "rank_stream", "synchronize", "use_common_stream", "use_rank_stream",
 ]  # fmt: skip
 
 RANK_OFFSET = 2718
@@ -35,7 +36,7 @@ def _drawn() -> Tensor:
     return torch.randint(0, 2**63 - 1, (), device="cpu")
 
 
-def _states() -> list[Tensor]:
+def global_states() -> list[Tensor]:
     """The states of torch's global generators: the CPU's, and this device's where CUDA runs."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
@@ -57,7 +58,7 @@ class _Seeded(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         drawn = int(_drawn() if self._drawn is None else self._drawn)
-        self.common = _states()
+        self.common = global_states()
         mixed = (drawn ^ (self._seed * SPREAD)) % 2**63
         torch.default_generator.manual_seed(mixed)
         if len(self.common) > 1:
@@ -215,14 +216,14 @@ class _OnCommonStream:
                 "that draws its own on each rank, and is run outside of that layer's forward; checkpoint the "
                 "whole layer, or call the layer"
             )
-        self.left.append((stream, _states()))
+        self.left.append((stream, global_states()))
         _restore(stream.common)
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         left = self.left.pop() if self.left else None
         if left is not None:
             stream, own = left
-            stream.common = _states()
+            stream.common = global_states()
             _restore(own)
 
 

@@ -7,7 +7,15 @@ Everything above this package (mappings, layers, shard, verify) sees only the `G
 """
 
 from autotp.comm.group import Group, GroupOfOne
-from autotp.comm.process_group import ProcessGroupGroup, group_of, sum_into, sum_into_later, within
+from autotp.comm.process_group import (
+    ProcessGroupGroup,
+    group_of,
+    reduced_in,
+    sum_into,
+    sum_into_later,
+    within,
+)
+from autotp.comm.reduced_in import ReducedIn
 from autotp.comm.simulated import SimulatedGroup, simulate
 from autotp.versions import check_torch
 
@@ -15,8 +23,10 @@ __all__ = [
     "Group",
     "GroupOfOne",
     "ProcessGroupGroup",
+    "ReducedIn",
     "SimulatedGroup",
     "group_of",
+    "reduced_in",
     "simulate",
     "sum_into",
     "sum_into_later",

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm.exchange import Store, exchange_through
 from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, contiguous_copy
+from autotp.comm.reduced_in import ReducedIn
 from autotp.diagnostic import UsageError
 
-__all__ = ["ProcessGroupGroup", "group_of", "sum_into", "sum_into_later", "within"]
+__all__ = ["ProcessGroupGroup", "group_of", "reduced_in", "sum_into", "sum_into_later", "within"]
 
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
@@ -228,7 +229,24 @@ def within(group: Group) -> Group:
     For what one tensor group does on its own while others do something else, as the stages of a pipeline
     that build different layers. Ranks with another group are then found by the timeout alone.
     """
+    if isinstance(group, ReducedIn):
+        return within(group.group)
     return _wrapped(group.process_group, group.members) if isinstance(group, ProcessGroupGroup) else group
+
+
+def reduced_in(mesh: DeviceMesh | dist.ProcessGroup | Group | None, dtype: torch.dtype) -> ReducedIn:
+    """The group of `mesh`, whose sums over ranks run in `dtype` where values are less precise: bfloat16 in
+    float32, say, at twice the bytes moved. Give it wherever a mesh is taken, alike on every rank.
+
+    The ranks' sum is then rounded once, and not at each of its steps; the products in each rank's layers are
+    rounded as before. Raises UsageError for a dtype that is not floating-point.
+
+    >>> half = torch.tensor([1.0], dtype=torch.bfloat16)
+    >>> from autotp.comm import simulate
+    >>> simulate(3, lambda group: reduced_in(group, torch.float32).all_reduce(half).item())
+    [3.0, 3.0, 3.0]
+    """
+    return ReducedIn(group_of(mesh), dtype, getattr(mesh, "device_type", "cpu"))
 
 
 def sum_into(x: Tensor, group: Group) -> Tensor:

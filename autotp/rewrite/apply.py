@@ -25,6 +25,7 @@ from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_common_stream, use_rank_stream
+from autotp.rewrite.same_inputs import compare_inputs
 from autotp.rewrite.specialise import specialise
 from autotp.rewrite.undo import Change, changes, snapshot
 from autotp.slicing import take
@@ -83,10 +84,13 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def apply(model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = True) -> nn.Module:
+def apply(
+    model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = True, check_inputs: int | None = 0
+) -> nn.Module:
     """Make `model` this rank's part of itself. `analysis.ok` holds, for `group.size` ranks.
 
-    Without `cut` its tensors are this rank's parts already.
+    Without `cut` its tensors are this rank's parts already. The ranks' inputs are compared in the first
+    `check_inputs` forwards.
     """
     assert analysis.ok and analysis.tp == group.size
     shapes = {n: t.shape for n, t in analysis.inventory.tensors().items() if n in analysis.layouts}
@@ -116,6 +120,7 @@ def apply(model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = Tru
             use_common_stream(model.get_submodule(path), model.get_submodule(around))
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
+        compare_inputs(model, group, check_inputs, analysis.draws)
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save
     remember(model, replace(remembered, changes=changes(model, before)))
