@@ -1,8 +1,13 @@
 """What went wrong for people who shard models, as small recipes: each ends exact, or refused with its help.
 
-A: wrong numbers, silently. B: obscure crashes. I: usability. Cases that other tests hold stand there:
-tests/test_refusals.py (names that match nothing, heads that are cut), tests/test_kv_heads.py,
-tests/test_detectors.py (names that say nothing), tests/test_report.py (a dry run's plan applied again).
+A: wrong numbers, silently. B: obscure crashes. I: usability. Cases that other tests hold stand there: A6
+every rank's part together is the whole: test_unshard.py, test_checkpoint_convert.py, test_state.py; A7, A8
+other inputs or other sampled tokens: test_same_inputs.py; A9 names that match nothing: test_match.py,
+test_refusals.py; A10 "auto" that shards nothing: test_derive.py, test_cost.py; A15 sums in bfloat16:
+test_reduced_in.py; B3 head counts in the code: test_edits.py; B8 names that say nothing: test_derive.py,
+test_detectors.py; B9 code that fx refuses: test_trace_capture.py, test_trace_untouched.py; I1 a dry run's
+plan applied again: test_report.py; I3 no cluster: test_verification.py; I4 a model of one's own:
+test_examples.py, test_derive.py.
 """
 
 from __future__ import annotations
@@ -244,3 +249,41 @@ def test_b7_the_class_and_its_kernels_stay(kernel):
         return sharded.generate(ids, max_new_tokens=4, do_sample=False)
 
     assert all(torch.equal(found, wanted) for found in simulate(2, rank))
+
+
+def bytes_held(model: nn.Module) -> int:
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_i2_the_bytes_of_each_rank(tp):
+    model = models.llama(num_hidden_layers=1)
+    estimated = autotp.analyze(model, "llama", tp=tp).rank_bytes
+    held = simulate(
+        tp, lambda group: bytes_held(autotp.shard(copy.deepcopy(model), "llama", group, check="shapes"))
+    )
+    assert held == list(estimated)
+
+
+@pytest.mark.slow
+def test_i5_saved_after_a_step_it_is_an_ordinary_checkpoint(tmp_path):
+    model = models.llama(num_hidden_layers=1).float()
+    ids = torch.arange(8).view(2, 4)
+
+    def step(model: Any) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    def rank(group: Any) -> None:
+        mine = autotp.shard(copy.deepcopy(model), "llama", group)
+        step(mine)
+        autotp.save_pretrained(mine, tmp_path / "saved")
+
+    simulate(2, rank)
+    step(model)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    whole, saved = model.state_dict(), again.state_dict()
+    assert list(saved) == list(whole) and all(saved[n].dtype == t.dtype for n, t in whole.items())
+    assert torch.allclose(again(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5)
