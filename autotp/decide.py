@@ -118,6 +118,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         shared=proof.shared if proven else (),
         branches=proof.branches if proven else (),
         uncopied=tuple(sorted(proof.uncopied)) if proven else (),
+        unreduced=tuple(sorted(proof.unreduced)) if proven else (),
         forward=_digest(proof) if proven else "",
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,
@@ -150,7 +151,7 @@ def _collectives(analysis: Analysis, proof: Proof) -> list[Collective]:
             "column": ["copy"] * (placed.path in proof.copied - followers)
             + ["copy_shared"] * sum(cut.shared for cut in placed.layouts.values())
             + ["gather"] * placed.rule.gather_output,
-            "row": ["scatter"] * placed.rule.split_input + ["reduce"],
+            "row": ["scatter"] * placed.rule.split_input + ["reduce"] * (placed.path not in proof.unreduced),
             "vocab": ["reduce"],
         }[placed.style]
         for mapping in mappings:

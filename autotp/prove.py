@@ -29,6 +29,7 @@ from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
 from autotp.propagate.mapped import counted
+from autotp.propagate.merged import merged, sums
 from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
@@ -60,7 +61,8 @@ class Proof:
     numbers on a shard, `random_in_eval` those of them that draw in evaluation, too. `propagations` are the
     layouts of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as
     another one does, `edits` the edits of the model's code, found and proven, `mapped` how often
-    each of their mappings runs in a call of each module, `branches` those of the code
+    each of their mappings runs in a call of each module, `unreduced` the row layers that leave their outputs
+    partial, `branches` those of the code
     that handles sharded values which no mode took. `random_common` are modules inside of those in `random`
     that draw what all ranks share.
     """
@@ -83,6 +85,7 @@ class Proof:
     draws: set[str] = field(default_factory=set)
     edits: Edits = field(default_factory=Edits)
     mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unreduced: frozenset[str] = frozenset()
 
 
 def prove(
@@ -148,11 +151,15 @@ class _Prover:
         self.repeats = any(trace.repeats for _, trace in found.traces)
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
-        propagated = self._propagated({mode.name: trace for mode, trace in found.traces})
-        proof.propagations, proof.covered = propagated, found.covered
-        ran = [(mode, propagated[mode.name]) for mode, _ in found.traces if mode.name in propagated]
-        if not any(whole.findings for _, whole in ran):
+        traces = {mode.name: trace for mode, trace in found.traces}
+        propagated = self._propagated(traces)
+        modes = [mode for mode, _ in found.traces if mode.name in propagated]
+        if not any(whole.findings for whole in propagated.values()):
+            propagated = self._merged(traces, modes, propagated) or propagated
+        ran = [(mode, propagated[mode.name]) for mode in modes]
+        if not proof.unreduced and not any(whole.findings for _, whole in ran):
             self._ranks([(mode, whole) for mode, whole in ran if whole.cuts])
+        proof.propagations, proof.covered = propagated, found.covered
         for mode, whole in ran:
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
@@ -184,7 +191,12 @@ class _Prover:
             groups.setdefault(tuple(sorted(inputs.items())), []).append(path)
         return tuple(tuple(readers) for readers in groups.values() if len(readers) > 1)
 
-    def _propagated(self, traces: Mapping[str, Trace]) -> dict[str, Propagation]:
+    def _propagated(
+        self,
+        traces: Mapping[str, Trace],
+        unreduced: frozenset[str] = frozenset(),
+        sums: Mapping[str, list[fx.Node]] | None = None,
+    ) -> dict[str, Propagation]:
         """Every mode's layouts, with the same cuts and reads in all of them."""
         whole: Propagation | None = None
         for _ in range(ROUNDS):
@@ -200,6 +212,8 @@ class _Prover:
                     kinds=self.kinds,
                     reads=self.proof.reads,
                     regions=self.proof.regions,
+                    unreduced=unreduced,
+                    sums=sums[mode] if sums is not None else (),
                 )
                 if not whole.findings:
                     spread(whole, known)
@@ -216,6 +230,31 @@ class _Prover:
         message = f"{changing} would have to be cut differently in two modes of the model"
         whole.findings.append(finding_at(whole, changing, "AT307", message))
         return {mode: whole}
+
+    def _merged(
+        self, traces: Mapping[str, Trace], modes: list[Mode], before: Mapping[str, Propagation]
+    ) -> dict[str, Propagation] | None:
+        """The layouts with one reduce after the sum of parallel branches, proven on every rank; None where
+        there are none, or the code cannot be edited so."""
+        rows = merged(before.values())
+        if not rows:
+            return None
+        if self.repeats:
+            raise Unlike  # the edits of every layer are looked for
+        places = {
+            mode: [n for n, paths in sums(whole).items() if paths <= rows] for mode, whole in before.items()
+        }
+        settled = self._settled()
+        found = self._propagated(traces, rows, places)
+        ran = [(mode, found[mode.name]) for mode in modes if mode.name in found]
+        if len(ran) == len(modes) and not any(whole.findings for _, whole in ran):
+            self._ranks([(mode, whole) for mode, whole in ran if whole.cuts])
+            if not any(whole.findings for _, whole in ran):
+                self.proof.unreduced = rows
+                return found
+        self.proof.cuts, self.proof.reads, self.proof.regions = settled
+        self.proof.edits = Edits()
+        return None
 
     def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
         return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)

@@ -188,7 +188,8 @@ class _Walk:
         else:
             if placed.rule.split_input:
                 found.append(Mapped("scatter", "before", self._called(node.all_input_nodes[0])))
-            found.append(Mapped("reduce", "after"))
+            if placed.path not in self.whole.unreduced:
+                found.append(Mapped("reduce", "after"))
         return found, why
 
     def _added(self, value: fx.Node, reader: fx.Node) -> tuple[list[Mapped], str]:

@@ -8,7 +8,7 @@ unknown and so is all that follows from it: only first causes are reported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,22 +50,25 @@ def propagate(
     kinds: Mapping[str, str],
     reads: Mapping[str, Read],
     regions: Mapping[str, Region],
+    unreduced: frozenset[str] = frozenset(),
+    sums: Iterable[fx.Node] = (),
     engine: Walk | None = None,
 ) -> Propagation:
     """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
 
     `aliases` maps each further name of a shared tensor to its first name, under which `cuts` holds it;
     `kinds` maps a tensor to the kind of the module that owns it. Starts from the `reads` and `regions` that
-    are known, and adds those that resolve a conflict.
+    are known, and adds those that resolve a conflict. The row layers in `unreduced` leave their outputs
+    partial, and the `sums` of these are reduced.
     """
     known, around = dict(reads), dict(regions)
     grants: dict[fx.Node, Layout] = {}
     parts: dict[tuple[fx.Node, fx.Node], Shard] = {}
-    mapped: dict[fx.Node, tuple[str, ...]] = {}
+    mapped: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(sums, ("reduce",))
     while True:
         start = Propagation(
             trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts),
-            dict(mapped),
+            dict(mapped), unreduced,
         )  # fmt: skip
         result = (engine or Engine)(start, kinds).run()
         before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped))

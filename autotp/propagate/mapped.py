@@ -155,14 +155,15 @@ def copies_of(
 
 def counted(mapped: Mapping[fx.Node, tuple[str, ...]]) -> Counter[tuple[str, str]]:
     """How often each mapping runs in a call of each module: (module, mapping) -> runs."""
-    calls: dict[object, Counter[tuple[str, str]]] = {}
+    found: Counter[tuple[str, str]] = Counter()
+    calls: dict[str, set[object]] = {}
     for node, how in mapped.items():
-        runs = [one for step in how for one in _RUNS.get(step, (step,))]
-        calls.setdefault(node.meta.get("call"), Counter()).update((node.meta["module"], m) for m in runs)
-    most: Counter[tuple[str, str]] = Counter()
-    for found in calls.values():
-        most |= found
-    return most
+        module = node.meta["module"]
+        calls.setdefault(module, set()).add(
+            next((c for c in reversed(node.meta["stack"]) if c[0] == module), None)
+        )
+        found.update((module, one) for step in how for one in _RUNS.get(step, (step,)))
+    return Counter({key: -(-runs // len(calls[key[0]])) for key, runs in found.items()})
 
 
 def divisor(node: fx.Node) -> tuple[int, bool, float]:

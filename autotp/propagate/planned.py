@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import fx
 
 from autotp.match import Placed
-from autotp.placement import INVARIANT, REPLICATE, Layout, Shard
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
 from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy
 from autotp.propagate.propagation import Propagation
 
@@ -143,7 +143,8 @@ class PlannedLayers:
             # The plan leaves the cut open: a row layer's weight follows its input.
             self._recut(weight, value.shard.at(weight.shard.dim))
         self.followed.add(placed.path)
-        return [INVARIANT], [INVARIANT]
+        given = PARTIAL if placed.path in self.result.unreduced else INVARIANT
+        return [given], [given]
 
     def _recut(self, weight: Value, cut: Shard) -> None:
         name = weight.node.meta["name"]

@@ -39,7 +39,8 @@ class Propagation:
     `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
     resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
     values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
-    a rank's part, `mapped` the statistics that go through mappings. `random` and `random_whole` are the
+    a rank's part, `mapped` the statistics and sums that go through mappings, `unreduced` the row layers that
+    leave their outputs partial. `random` and `random_whole` are the
     modules that draw random numbers on a shard and on whole values, `reached` the layers of the plan that
     ran, `copied` the column layers whose input has a gradient to sum, with those inputs, `uncopied` those
     whose input's gradient is a part; `repeated` are the copied layers that repeat others, with their inputs'
@@ -55,6 +56,7 @@ class Propagation:
     grants: dict[fx.Node, Layout] = field(default_factory=dict)
     parts: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)
     mapped: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
+    unreduced: frozenset[str] = frozenset()
     wanted: list[Read | Grant | Part | Mapped | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)

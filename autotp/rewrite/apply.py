@@ -108,7 +108,8 @@ def apply(
                 module = model.get_submodule(placed.path)
                 copied = copies.get(placed.path, placed.path not in analysis.uncopied)
                 if id(module) not in adopted:
-                    _adopt(module, placed, analysis.layouts, group, copied)
+                    reduced = placed.path not in analysis.unreduced
+                    _adopt(module, placed, analysis.layouts, group, copied, reduced)
                 adopted.add(id(module))
         if cut:
             _cut(model, analysis.layouts, group.rank)
@@ -133,7 +134,12 @@ def forget_sharding(model: nn.Module) -> None:
 
 
 def _adopt(
-    module: nn.Module, placed: Placed, layouts: Mapping[str, Shard], group: Group, copied: bool | SharedCopy
+    module: nn.Module,
+    placed: Placed,
+    layouts: Mapping[str, Shard],
+    group: Group,
+    copied: bool | SharedCopy,
+    reduced: bool,
 ) -> None:
     shard = layouts[f"{placed.path}.weight" if placed.path else "weight"]
     if placed.style == "vocab":
@@ -150,7 +156,13 @@ def _adopt(
             module, shard=shard, group=group, gather_output=placed.rule.gather_output, copy_input=copied
         )
     else:
-        row.adopt(module, shard=shard, group=group, input_is_parallel=not placed.rule.split_input)
+        row.adopt(
+            module,
+            shard=shard,
+            group=group,
+            input_is_parallel=not placed.rule.split_input,
+            reduce_output=reduced,
+        )
 
 
 def _layers(module: nn.Module) -> tuple[Any, Any]:

@@ -1,0 +1,56 @@
+"""Blocks whose attention and MLP stand side by side, as people write their sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Parallel(nn.Module):
+    """Two branches of one input, and the input itself."""
+
+    def __init__(self, width: int = 6, hidden: int = 5, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.a1, self.a2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.b1, self.b2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def branches(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.dropout(self.a2(self.a1(x).tanh())), self.b2(self.b1(x).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        return a + b + x
+
+
+class Written(Parallel):
+    """The sum is written into one of the branches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        a += b
+        return a + x
+
+
+class ReadTwice(Parallel):
+    """One branch is read by itself as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        return (a + b) * torch.sigmoid(b)
+
+
+class Three(Parallel):
+    """Three branches, of which one layer runs twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        return a + b + self.b2(self.b1(x + 1).relu())
+
+
+class Sometimes(Parallel):
+    """Only in training the branches are summed by themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        return a + b if self.training else a + (x + b)

@@ -1,0 +1,99 @@
+"""One reduce after the sum of parallel branches."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import autotp
+from tests import parallel
+
+PLAN = {"a1": "column", "a2": "row", "b1": "column", "b2": "row"}
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "edits"),
+    [
+        (parallel.Parallel(), ["return reduce(a + b) + x"]),
+        (parallel.Parallel(dropout=0.3), []),  # it would drop other elements of each part
+        (parallel.Written(), []),
+        (parallel.ReadTwice(), []),
+        (parallel.Three(), []),
+        (parallel.Sometimes(), []),
+    ],
+    ids=["sum", "dropout", "written", "read twice", "called twice", "sometimes"],
+)
+def test_branches_that_meet_in_a_sum_have_one_reduce(model, edits):
+    analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)
+    assert analysis.ok
+    changed = [line[1:].strip() for line in analysis.edits.splitlines() if line.startswith("+ ")]
+    assert changed == edits
+    assert analysis.unreduced == (("a2", "b2") if edits else ())
+    result = autotp.verify(model, PLAN, tp=3, inputs=X)
+    assert result.ok and result.tolerance == 1e-9, str(result)
+
+
+def test_explain_shows_where_the_sum_is_reduced():
+    found = autotp.explain(parallel.Parallel(), "", PLAN, tp=2, inputs=X)
+    shown = [(step.op, step.placement, [m.mapping for m in step.mappings]) for step in found.steps]
+    assert [one for one in shown if one[0] in ("linear", "add")] == [
+        ("linear", "shard dim 1: 5 -> 3 + 2", ["copy"]),
+        ("linear", "partial", []),
+        ("linear", "shard dim 1: 5 -> 3 + 2", ["copy"]),
+        ("linear", "partial", []),
+        ("add", "replicate", ["reduce"]),
+        ("add", "replicate", []),
+    ]
+
+
+def layer(kind):
+    torch.manual_seed(0)
+    sizes = {
+        "gpt_neox": {
+            "hidden_size": 24,
+            "num_attention_heads": 3,
+            "intermediate_size": 37,
+            "num_hidden_layers": 1,
+        },
+        "gptj": {"n_embd": 24, "n_head": 3, "n_inner": 37, "n_layer": 1, "rotary_dim": 4, "resid_pdrop": 0.0},
+    }[kind]
+    config = transformers.AutoConfig.for_model(kind, vocab_size=61, **sizes)
+    return transformers.AutoModel.from_config(config).eval()
+
+
+def _counted(rank, size):
+    """The all-reduces of a model of one layer, forward and backward, and what the analysis says of them."""
+    plain, ran, found = dist.all_reduce, collections.Counter(), []
+
+    def all_reduce(*args, **kwargs):
+        ran["all"] += 1
+        return plain(*args, **kwargs)
+
+    for kind in ("gptj", "gpt_neox"):
+        model = layer(kind)
+        rules = {n: r for n, r in autotp.Plan.load(f"plans/{kind}.yaml").rules.items() if r.style != "vocab"}
+        rules.pop("lm_head")
+        said = autotp.analyze(model, rules, tp=size).collectives
+        autotp.shard(model, rules)
+        ran.clear()
+        dist.all_reduce = all_reduce
+        try:
+            y = model(inputs_embeds=torch.randn(2, 5, 24, requires_grad=True)).last_hidden_state
+            forward = ran["all"]
+            y.square().sum().backward()
+        finally:
+            dist.all_reduce = plain
+        told = tuple(sum(c.calls for c in said if c.direction == d) for d in ("forward", "backward"))
+        found.append([(forward, ran["all"] - forward), told])
+    return found
+
+
+@pytest.mark.slow
+def test_one_all_reduce_forward_in_gptj_and_gpt_neox(ranks):
+    # GPT-J's branches read one value and share its copy; GPT-NeoX has a norm before each
+    assert ranks(2)(_counted) == [[[(1, 1)] * 2, [(1, 2)] * 2]] * 2
