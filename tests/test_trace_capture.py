@@ -33,17 +33,31 @@ def test_export_when_the_hook_is_missing(monkeypatch):
 
 
 def test_a_missing_hook_does_not_break_the_import():
-    """The recorder's file is read with each private module absent."""
+    """The file of the hooks is read with each private module absent, and then the recorder's."""
     import importlib.util
     import sys
     from unittest import mock
 
-    for name in ("torch._subclasses.schema_check_mode", "torch._dispatch.python"):
-        spec = importlib.util.spec_from_file_location("recorder_without", recorder.__file__)
+    import autotp.trace
+    from autotp.trace import hooks
+
+    def read(name, file):
+        spec = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(spec)
-        with mock.patch.dict(sys.modules, {name: None, "recorder_without": module}):
+        with mock.patch.dict(sys.modules, {name: module}):
             spec.loader.exec_module(module)
-        assert name in module.MISSING
+        return module
+
+    for name in ("torch._subclasses.schema_check_mode", "torch._dispatch.python"):
+        with mock.patch.dict(sys.modules, {name: None}):
+            without = read("hooks_without", hooks.__file__)
+        assert name in without.MISSING
+        with (
+            mock.patch.dict(sys.modules, {"autotp.trace.hooks": without}),
+            mock.patch.object(autotp.trace, "hooks", without),
+        ):
+            module = read("recorder_without", recorder.__file__)
+        assert module.MISSING == without.MISSING
         with pytest.raises(module.TraceError, match="this torch lacks a hook"):
             module.record(nn.Linear(4, 4), (X,), {})
 

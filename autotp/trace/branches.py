@@ -20,7 +20,7 @@ from autotp.analysis import Branch
 from autotp.diagnostic import Span
 from autotp.trace.source import is_library, line_span, shown
 
-__all__ = ["Watched", "unreached", "unwatched"]
+__all__ = ["Watched", "unreached", "unwatched", "watching"]
 
 
 class Watched:
@@ -77,17 +77,30 @@ class Watched:
 
 
 @contextlib.contextmanager
-def unwatched() -> Iterator[None]:
-    """Note nothing while the context lasts, where a `Watched` does."""
+def unwatched() -> Iterator[Any]:
+    """Note nothing while the context lasts, where a `Watched` does; gives what `watching` goes on with."""
     tracer = sys.gettrace()
     if not isinstance(getattr(tracer, "__self__", None), Watched):
-        yield
+        yield None
         return
     sys.settrace(None)
     try:
-        yield
+        yield tracer
     finally:
         sys.settrace(tracer)
+
+
+@contextlib.contextmanager
+def watching(tracer: Any) -> Iterator[None]:
+    """Go on noting, inside of an `unwatched` that gave `tracer`."""
+    if tracer is None:
+        yield
+        return
+    sys.settrace(tracer)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 def unreached(ran: Iterable[tuple[CodeType, set[int]]], handled: Iterable[Span]) -> tuple[Branch, ...]:

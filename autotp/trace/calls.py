@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -26,27 +27,25 @@ class Calls(Values):
     def __init__(self, root: nn.Module, layers: Layers, known: Known) -> None:
         Values.__init__(self, known)
         self.recording = True
+        self.running = False  # an op, or what the recorder asks of autograd
         self.repeats = Repeats(self, layers)
-        self._root = root
+        self._modules = list(root.named_modules())
         self._counts: dict[str, int] = {}
         self._failed: tuple[BaseException, str] | None = None
-        self._paths: dict[int, str] = {}
-        for path, module in root.named_modules():
-            self._paths.setdefault(id(module), path)
+        self._signatures: dict[int, tuple[tuple[str, Any], ...]] = {}  # by function: layers share theirs
 
     def watch(self, before: Boundary | None, after: Boundary | None, opaque: frozenset[str]) -> None:
         """Follow which module runs, by its `forward`: users' hooks run outside of it, as they will
         run outside of a parallel layer's, and belong to the module that calls."""
         self.trace.opaque = tuple(sorted(opaque))
-        for module in self._root.modules():
-            path = self._paths[id(module)]
+        for path, module in self._modules:
             inner = self._opaque_forward(module) if path in opaque else module.forward
             module.__dict__["forward"] = self._watched(path, inner, before, after)
 
     def _watched(
         self, path: str, inner: Callable[..., Any], before: Boundary | None, after: Boundary | None
     ) -> Callable[..., Any]:
-        parameters = parameters_of(inner)
+        parameters = self._parameters(inner)
 
         def body(*args: Any, **kwargs: Any) -> Any:
             call = self._counts[path]
@@ -75,6 +74,14 @@ class Calls(Values):
 
         forward.__wrapped__ = inner  # type: ignore[attr-defined]  # whose signature it has
         return forward
+
+    def _parameters(self, forward: Callable[..., Any]) -> tuple[tuple[str, Any], ...]:
+        if type(forward) is not types.MethodType:
+            return parameters_of(forward)
+        function = id(forward.__func__)
+        if function not in self._signatures:
+            self._signatures[function] = parameters_of(forward)
+        return self._signatures[function]
 
     def _border(
         self,
@@ -120,19 +127,22 @@ class Calls(Values):
         if len(into) != 1 or not isinstance(out, torch.Tensor) or not out.requires_grad:
             return False
         (value,) = into.values()
-        if out is value or out.grad_fn is value.grad_fn:
+        if out is value or self.paused(lambda: out.grad_fn is value.grad_fn):
             return False  # written in place: what the gradient goes to is no more
         here = len(self.trace.graph.nodes)
         node = self.create(GRADIENT, (self.node(out),), {}, [])
         gradient: torch.Tensor = self.paused(lambda: torch.empty_like(out, requires_grad=False))
         node.meta["val"] = val_of(gradient)
         self.bind(gradient, node)
+        was, self.running = self.running, True
         try:
             (found,) = torch.autograd.grad(out, value, gradient, retain_graph=True)
         except Exception:
             for late in reversed(list(self.trace.graph.nodes)[here:]):
                 self.trace.graph.erase_node(late)
             return False  # it cannot be recorded, so that it stays unknown
+        finally:
+            self.running = was
         self.trace.gradients.append((name, self.node(value), self.node(found)))
         for inside in list(self.trace.graph.nodes)[before:]:
             inside.meta["custom"] = None

@@ -162,6 +162,7 @@ _NO_OPS = (operator.getitem, REPEATED, GRADIENT)
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 _LEAVES = (torch.Tensor, *_PLAIN)
 _NUMBERS = (str, int, float, complex, torch.dtype)
+_NESTED = (Mapping, list, tuple)
 _CODE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, nn.Module, torch.Generator)
 
 
@@ -244,11 +245,22 @@ def given_in(args: Any, name: str = "") -> dict[str, Any]:
         return {name: torch.Tensor}
     else:
         return {name: args} if args is None or isinstance(args, _NUMBERS) else {}
-    return {place: value for where, part in parts for place, value in given_in(part, where).items()}
+    found: dict[str, Any] = {}
+    for where, part in parts:
+        if isinstance(part, torch.Tensor):
+            found[where] = torch.Tensor
+        elif part is None or isinstance(part, _NUMBERS):
+            found[where] = part
+        elif isinstance(part, _NESTED):
+            found |= given_in(part, where)
+    return found
 
 
 def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[str, Any, bool]]:
     """Tensors and plain values, each with its place and whether a cache object holds it."""
+    if out is None or isinstance(out, _LEAVES):
+        yield name, out, cached
+        return
     seen: set[int] = set()
     todo: list[tuple[str, Any, bool]] = [(name, out, cached)]
     while todo:
@@ -259,8 +271,13 @@ def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[s
         if isinstance(value, _CODE) or id(value) in seen:
             continue
         seen.add(id(value))
+        kind = type(value)
+        if kind is tuple or kind is list:
+            for index in range(len(value) - 1, -1, -1):
+                todo.append((f"{where}[{index}]", value[index], cache))
+            continue
         # transformers' caches come back into the same model: what they hold stays local on purpose.
-        cache = cache or _is_cache(type(value))  # type: ignore[arg-type]
+        cache = cache or _is_cache(kind)  # type: ignore[arg-type]
         if cache and not caches:
             continue
         todo += [(where + step, part, cache) for step, part in reversed(list(_parts(value, bool(where))))]
@@ -273,10 +290,6 @@ def _is_cache(kind: type) -> bool:
 
 def _parts(value: Any, inside: bool) -> Iterator[tuple[str, Any]]:
     dot = "." if inside else ""
-    if type(value) in (tuple, list):
-        for index, part in enumerate(value):
-            yield f"[{index}]", part
-        return
     if type(value) is dict:
         for key, part in value.items():
             yield f"{dot}{key}", part

@@ -23,10 +23,11 @@ _SETTINGS = (bool, float, str, torch.dtype, enum.Enum)
 @dataclass
 class Layers:
     """The layers that look alike, by their path: those of one number. `apart` are those of them that turned
-    out to differ."""
+    out to differ; `remember` whether ops are remembered (`trace/remembered.py`)."""
 
     groups: Mapping[str, int] = field(default_factory=dict)
     apart: set[str] = field(default_factory=set)
+    remember: bool = True
 
     @classmethod
     def of(cls, module: nn.Module, marks: Mapping[str, Hashable] | None = None) -> Layers:

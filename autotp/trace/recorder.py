@@ -2,10 +2,8 @@
 
 The recorder is a dispatch mode on the PreDispatch key, above autograd and above decompositions, so it
 sees the same op sequence as `torch.export` (a test holds the two equal), for any Python forward, any
-input and output types, with caches, in train mode. This is the only file that uses private hooks of
-torch: `SchemaCheckMode` (the one kind of mode that the PreDispatch key accepts besides torch's own),
-the python dispatcher, the fake tensor mode, and the flags that tell models that they are being exported.
-Where a hook is missing, `MISSING` says so and `capture` takes another route.
+input and output types, with caches, in train mode. What of torch is private to it is in `trace/hooks.py`;
+where that is missing, `MISSING` says so and `capture` takes another route.
 
 After a recording, succeeded or failed, the module is as it was.
 """
@@ -13,19 +11,19 @@ After a recording, succeeded or failed, the module is as it was.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.trace.branches import unwatched
+from autotp.trace import hooks
+from autotp.trace.branches import unwatched, watching
 from autotp.trace.calls import Boundary, Calls
+from autotp.trace.faked import Faked, faked
 from autotp.trace.graph import (
     REPEATED,
     Output,
@@ -35,22 +33,13 @@ from autotp.trace.graph import (
     numbers_in,
     tensors_in,
 )
+from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
-from autotp.trace.repeats import Different
+from autotp.trace.remembered import Forgotten, Remembered
+from autotp.trace.sameness import Different
 from autotp.trace.surroundings import functions, quiet, same_draws
 from autotp.trace.untouched import untouched
 from autotp.trace.values import Known, val_of
-
-MISSING: str | None = None
-"""The private hook that this torch lacks; None when the recorder can run."""
-try:
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch._subclasses.schema_check_mode import SchemaCheckMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-except ImportError as error:  # pragma: no cover - the tested torch has them all
-    MISSING = str(error)
 
 _TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
@@ -97,29 +86,35 @@ def record(
     if MISSING is not None:
         raise TraceError(f"this torch lacks a hook that the recorder needs ({MISSING})", "", None)
 
-    def once(alike: Layers) -> Trace:
+    def once(alike: Layers, remember: bool) -> Trace:
         return _record(
             module, args, kwargs, grad=grad, shapes=shapes or {}, before=before, after=after,
             flags=(exporting if compiling is None else compiling, exporting), then=then, opaque=opaque,
-            guide=guide, layers=alike,
+            guide=guide, layers=alike, remember=remember,
         )  # fmt: skip
 
     # A guide is to see every op.
-    for _ in range(_TRIES if layers is not None and layers.groups and guide is None else 0):
-        assert layers is not None
+    alike = layers if layers is not None and guide is None else Layers()
+    remember = guide is None and alike.remember
+    for _ in range(_TRIES):
         try:
-            trace = once(layers)
+            trace = once(alike, remember)
+        except Forgotten:
+            remember = alike.remember = False  # nor in what is recorded after it
+            continue
         except Different as different:
             if not different.path:
                 break
-            layers.apart.add(different.path)
+            alike.apart.add(different.path)
             continue
-        except TraceError:
-            break  # what is said of it comes from the whole model
+        except TraceError as error:
+            if not alike.groups and (error.dynamic or not remember):
+                raise
+            break  # what is said of it comes from the whole model, and from torch
         if not trace.repeats or not any(n.meta.get("origin") == "unknown" for n in trace.graph.nodes):
             return trace
         break
-    return once(Layers())
+    return once(Layers(), False)
 
 
 def _record(
@@ -136,9 +131,14 @@ def _record(
     opaque: frozenset[str],
     guide: Guide | None,
     layers: Layers,
+    remember: bool,
 ) -> Trace:
-    with untouched(module), _faked(module, args, kwargs, grad=grad, shapes=shapes) as fakes:
-        recorder = _Recorder(module, fakes, guide, layers)
+    with (
+        unwatched() as tracer,
+        untouched(module),
+        faked(module, args, kwargs, grad=grad, shapes=shapes) as fakes,
+    ):
+        recorder = _Recorder(module, fakes, guide, layers, remember)
         with contextlib.ExitStack() as stack:
             stack.callback(recorder.give_back)
             _RUNNING.append(recorder)
@@ -147,14 +147,16 @@ def _record(
             stack.enter_context(same_draws())
             # What the model compiles runs as it is written.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(fakes.mode)
+            stack.enter_context(fakes.fakes.mode)
             stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(_flags(*flags))
+            stack.enter_context(hooks.flags(*flags))
             recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
             stack.enter_context(functions(recorder))
-            stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(hooks.asked(recorder.asked))
+            stack.enter_context(hooks.python_dispatcher())
             stack.enter_context(recorder)
+            stack.enter_context(watching(tracer))
             try:
                 out = module(*fakes.args, **fakes.kwargs)
                 if then is not None:
@@ -172,163 +174,136 @@ def _record(
         return recorder.trace
 
 
-if MISSING is None:
+class _Recorder(Calls, hooks.OpMode):
+    def __init__(
+        self, root: nn.Module, fakes: Faked, guide: Guide | None, layers: Layers, remember: bool
+    ) -> None:
+        hooks.OpMode.__init__(self)
+        known = Known(
+            fakes.names, fakes.owned, hooks.is_fake, hooks.copied, hooks.Template, hooks.memory
+        )
+        Calls.__init__(self, root, layers, known)
+        self._attributes = fakes.attributes
+        self._guide = guide
+        self._remembered = Remembered(fakes.fakes, on=remember)
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    class _Recorder(Calls, SchemaCheckMode):  # type: ignore[no-untyped-call]
-        def __init__(self, root: nn.Module, fakes: _Fakes, guide: Guide | None, layers: Layers) -> None:
-            # SchemaCheckMode's own set-up takes no dispatch key.
-            TorchDispatchMode.__init__(  # type: ignore[no-untyped-call]
-                self, _dispatch_key=torch._C.DispatchKey.PreDispatch
-            )
-            known = Known(fakes.names, fakes.owned, _is_fake, _copied, _template, _memory)
-            Calls.__init__(self, root, layers, known)
-            self._fakes = fakes
-            self._guide = guide
-            self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            with unwatched():
-                return self._op(func, args, kwargs or {})
-
-        def _op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self.recording:
-                return func(*args, **kwargs)
-            if self._guide is not None:
-                func, args, kwargs = self.paused(self._guide, func, args, kwargs)
-            if not self.repeats.inside:
-                self.repeats.break_off()
-            inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            placed = self.argument(tuple(args)), self.argument(dict(kwargs))
-            written = _mutated(func, args, kwargs)
-            mutated = [self.node(t) for t in written]
-            if any(node.target is REPEATED for node in mutated):
-                raise Different("")
-            if written:
-                self.repeats.written(written)
-            # An input that is written gets its gradient from what is written, so this is asked before.
-            node = self.create(func, *placed, inputs)
-            self._keep_values(written)
-            try:
-                out = self._run(func, args, kwargs)
-            except BaseException:
-                self.trace.graph.erase_node(node)
-                raise
-            results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-            if not results and not mutated and not _gives_number(func, out, inputs):
-                self.trace.graph.erase_node(node)
-                return out
-            node.meta["mutates"] = mutated
-            if isinstance(out, torch.Tensor):
-                node.meta["val"] = val_of(out)
-                self.bind(out, node)
-            elif not results and not mutated:
-                node.meta["val"] = None
-            else:
-                self._several(node, out)
-                for tensor in args if not results else ():
-                    if isinstance(tensor, torch.Tensor) and self.node(tensor) in mutated:
-                        self._nodes[id(tensor)] = node
-            return out
-
-        def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            """The op's results. A single random number is drawn to decide something by it, as layer drop
-            does: it has a value then, so that the forward can go on."""
-            if func is torch.ops.aten.rand.default and math.prod(args[0]) == 1:
-                dtype = kwargs.get("dtype") or torch.get_default_dtype()
-                return self.paused(lambda: torch.tensor(DRAWN, dtype=dtype).reshape(args[0]))
+    def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.recording:
             return func(*args, **kwargs)
+        if self._guide is not None:
+            func, args, kwargs = self.paused(self._guide, func, args, kwargs)
+        if not self.repeats.inside:
+            self.repeats.break_off()
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        placed = self.argument(tuple(args)), self.argument(dict(kwargs))
+        written = _mutated(func, args, kwargs)
+        mutated = [self.node(t) for t in written]
+        if any(node.target is REPEATED for node in mutated):
+            raise Different("")
+        if written:
+            self.repeats.written(written)
+            self._remembered.written(written, inputs)
+        # An input that is written gets its gradient from what is written, so this is asked before.
+        node = self.create(func, *placed, inputs)
+        self._keep_values(written)
+        try:
+            out = self._run(func, args, kwargs)
+        except BaseException:
+            self.trace.graph.erase_node(node)
+            raise
+        results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if not results and not mutated and not _gives_number(func, out, inputs):
+            self.trace.graph.erase_node(node)
+            return out
+        node.meta["mutates"] = mutated
+        if isinstance(out, torch.Tensor):
+            node.meta["val"] = val_of(out)
+            self.bind(out, node)
+        elif not results and not mutated:
+            node.meta["val"] = None
+        else:
+            self._several(node, out)
+            for tensor in args if not results else ():
+                if isinstance(tensor, torch.Tensor) and self.node(tensor) in mutated:
+                    self._nodes[id(tensor)] = node
+        return out
 
-        def _keep_values(self, written: list[torch.Tensor]) -> None:
-            """Tensors that are plain attributes of a module are real, and so is what is written into them."""
-            for tensor in written:
-                if not self._is_fake(tensor) and not tensor.is_meta:
-                    self._keep.append(tensor)
-                    with _disable_current_modes(), torch.no_grad():
-                        self._written.append((tensor, tensor.clone()))
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op's results. A single random number is drawn to decide something by it, as layer drop
+        does: it has a value then, so that the forward can go on."""
+        if func is torch.ops.aten.rand.default and math.prod(args[0]) == 1:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            return self.paused(lambda: torch.tensor(DRAWN, dtype=dtype).reshape(args[0]))
+        was, self.running = self.running, True
+        try:
+            return self._remembered.run(func, args, kwargs)
+        finally:
+            self.running = was
 
-        def give_back(self) -> None:
-            """Undo what the forward wrote into real tensors, the last write first."""
-            with torch.no_grad():
-                for tensor, before in reversed(self._written):
-                    tensor.copy_(before)
+    def asked(self) -> None:
+        """Code asks a tensor how autograd sees it."""
+        if self.recording and not self.running:
+            self._remembered.forget()
 
-        def _several(self, node: fx.Node, out: Any) -> None:
-            items = list(out) if isinstance(out, (list, tuple)) else []
-            node.meta["val"] = [val_of(o) if isinstance(o, torch.Tensor) else None for o in items]
-            for index, item in enumerate(items):
-                if isinstance(item, torch.Tensor):
-                    part = self.trace.graph.create_node("call_function", operator.getitem, (node, index))
-                    part.meta.update(node.meta, val=val_of(item), grads=set(), mutates=[])
-                    self.bind(item, part)
+    def _keep_values(self, written: list[torch.Tensor]) -> None:
+        """Tensors that are plain attributes of a module are real, and so is what is written into them."""
+        for tensor in written:
+            if not self._is_fake(tensor) and not tensor.is_meta:
+                self._keep.append(tensor)
+                with hooks.modes_off(), torch.no_grad():
+                    self._written.append((tensor, tensor.clone()))
 
-        def finish(self, out: Any) -> None:
-            """Note the tensors that a forward returned."""
-            if isinstance(out, Iterator):
-                raise TraceError("the forward is a generator, which runs after it has returned", "", None)
-            for name, tensor, cached in tensors_in(out):
-                self.trace.outputs.append(Output(name, self.node(tensor), cached))
-            self.trace.returned |= numbers_in(out)
-            self.trace.repeats = self.repeats.found
+    def give_back(self) -> None:
+        """Undo what the forward wrote into real tensors, the last write first."""
+        with torch.no_grad():
+            for tensor, before in reversed(self._written):
+                tensor.copy_(before)
 
-        def close_graph(self) -> None:
-            """Note what the forward left on modules, and close the graph."""
-            for path, module in self._root.named_modules():
-                before = self._fakes.attributes.get(id(module), {})
-                left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
-                self.trace.kept |= numbers_in(left, path)
-                for name, tensor, _ in tensors_in(left, path):
-                    if self._is_fake(tensor) and id(tensor) not in self._names:
-                        self.trace.stored.append(Output(name, self.node(tensor), True))
-            self.trace.graph.output(tuple(o.node for o in self.trace.outputs))
+    def _several(self, node: fx.Node, out: Any) -> None:
+        items = list(out) if isinstance(out, (list, tuple)) else []
+        node.meta["val"] = [val_of(o) if isinstance(o, torch.Tensor) else None for o in items]
+        for index, item in enumerate(items):
+            if isinstance(item, torch.Tensor):
+                part = self.trace.graph.create_node("call_function", operator.getitem, (node, index))
+                part.meta.update(node.meta, val=val_of(item), grads=set(), mutates=[])
+                self.bind(item, part)
 
+    def finish(self, out: Any) -> None:
+        """Note the tensors that a forward returned."""
+        if isinstance(out, Iterator):
+            raise TraceError("the forward is a generator, which runs after it has returned", "", None)
+        for name, tensor, cached in tensors_in(out):
+            self.trace.outputs.append(Output(name, self.node(tensor), cached))
+        self.trace.returned |= numbers_in(out)
+        self.trace.repeats = self.repeats.found
 
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """The memory that a tensor sees, and how; None where there is none."""
-    try:
-        storage = tensor.untyped_storage()._cdata
-        # Sizes that depend on values are symbols, which have no hash.
-        return (
-            storage,
-            str(tuple(tensor.shape)),
-            str(tensor.stride()),
-            str(tensor.storage_offset()),
-            tensor.dtype,
-        )
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def _is_fake(value: Any) -> bool:
-    return isinstance(value, FakeTensor)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    with _disable_current_modes(), torch.no_grad():
-        return tensor.detach().clone()
-
-
-def _template(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """How to make fake tensors like this one, without a run through torch."""
-    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    held = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    with _disable_current_modes():
-        like = torch.empty(max(held, 0), dtype=tensor.dtype, device="meta")
-        like = like.as_strided(shape, strides, offset)
-    attributes, needs, device = dict(tensor.__dict__), tensor.requires_grad, tensor.device
-
-    def made() -> torch.Tensor:
-        new: torch.Tensor = torch.Tensor._make_subclass(
-            FakeTensor, like, needs, dispatch_device=True, device_for_backend_keys=device
-        )
-        new.__dict__.update(attributes)
-        return new
-
-    return made
+    def close_graph(self) -> None:
+        """Note what the forward left on modules, and close the graph."""
+        self._remembered.check()
+        for path, module in self._modules:
+            before = self._attributes.get(id(module), {})
+            if _only_forward_is_new(vars(module), before):
+                continue
+            left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
+            self.trace.kept |= numbers_in(left, path)
+            for name, tensor, _ in tensors_in(left, path):
+                if self._is_fake(tensor) and id(tensor) not in self._names:
+                    self.trace.stored.append(Output(name, self.node(tensor), True))
+        self.trace.graph.output(tuple(o.node for o in self.trace.outputs))
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
+
+
+def _only_forward_is_new(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether a module's attributes are those before, and the watched `forward` behind them."""
+    return (
+        len(now) == len(before) + 1
+        and next(reversed(now)) == "forward"  # type: ignore[call-overload]
+        and all(map(operator.is_, now, before))
+        and all(map(operator.is_, now.values(), before.values()))
+    )
 
 
 _RUNNING: list[Any] = []
@@ -362,100 +337,3 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return found
-
-
-# -- fakes and flags
-
-
-@dataclass
-class _Fakes:
-    mode: FakeTensorMode
-    names: dict[int, tuple[str, str]]  # id(fake) -> (name, origin)
-    owned: list[torch.Tensor]
-    attributes: dict[int, dict[str, Any]]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@contextlib.contextmanager
-def _faked(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    grad: bool,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Iterator[_Fakes]:
-    """Put fake tensors in the place of every parameter, buffer and input (shared ones stay shared)."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    names: dict[int, tuple[str, str]] = {}
-    made: dict[int, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor, shape: tuple[int, ...], requires_grad: bool = False) -> torch.Tensor:
-        device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
-        like = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        return FakeTensor(mode, like, device, requires_grad=requires_grad)
-
-    def owned(tensor: torch.Tensor, name: str, origin: str) -> torch.Tensor:
-        if id(tensor) not in made:
-            shape = shapes.get(name, tuple(tensor.shape))
-            if isinstance(tensor, nn.Parameter):
-                new = fake(tensor, shape, requires_grad=grad and _differentiable(tensor))
-                new.__dict__.update(tensor.__dict__, _is_param=True)  # what nn.Parameter(new) does
-            else:
-                new = fake(tensor, shape)
-            made[id(tensor)] = new
-            # The real one too: a forward may hold it elsewhere (a list, a closure).
-            names[id(new)] = names[id(tensor)] = (name, origin)
-        return made[id(tensor)]
-
-    for path, owner in module.named_modules():
-        for origin, table in (("parameter", owner._parameters), ("buffer", owner._buffers)):
-            for key, tensor in list(table.items()):
-                if tensor is not None:
-                    table[key] = owned(tensor, f"{path}.{key}" if path else key, origin)
-        for key, value in list(owner.__dict__.items()):
-            if isinstance(value, torch.Tensor):
-                name = f"{path}.{key}" if path else key
-                if value.is_meta:  # the model was built there
-                    owner.__dict__[key] = owned(value, name, "constant")
-                else:
-                    names.setdefault(id(value), (name, "constant"))
-    holders = list(made.values())
-    for _, tensor, _ in tensors_in((args, dict(kwargs))):
-        if id(tensor) not in made:
-            new = fake(tensor, tuple(tensor.shape))
-            if grad and _differentiable(tensor):
-                # Not a leaf, so that a forward may write into it.
-                with mode:
-                    new = new.requires_grad_().view_as(new)
-            made[id(tensor)] = new
-    # What holds the inputs is copied: a cache object of the caller must not be filled with fakes.
-    new_args, new_kwargs = copy.deepcopy((tuple(args), dict(kwargs)), _Memo(made))
-    attributes = {id(m): dict(vars(m)) for m in module.modules()}
-    yield _Fakes(mode, names, holders, attributes, new_args, new_kwargs)
-
-
-class _Memo(dict[int, Any]):
-    """deepcopy's memory, in which every tensor has its fake already."""
-
-    def __init__(self, made: Mapping[int, torch.Tensor]) -> None:
-        super().__init__(made)
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-@contextlib.contextmanager
-def _flags(compiling: bool, exporting: bool) -> Iterator[None]:
-    """Tell models that they are being compiled or exported, as torch.export does."""
-    wanted = {"_is_compiling_flag": compiling, "_is_exporting_flag": exporting}
-    saved = {flag: getattr(torch.compiler, flag) for flag in wanted if hasattr(torch.compiler, flag)}
-    try:
-        for flag in saved:
-            setattr(torch.compiler, flag, wanted[flag])
-        yield
-    finally:
-        for flag, value in saved.items():
-            setattr(torch.compiler, flag, value)

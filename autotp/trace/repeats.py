@@ -20,6 +20,7 @@ so: (the node of layer 0, the number of the repetition).
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,10 +32,12 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.trace.branches import unwatched
 from autotp.trace.graph import Repeat, tensors_in
+from autotp.trace.hooks import Symbolic, aside
 from autotp.trace.layers import Layers
 from autotp.trace.sameness import (
     PLAIN,
     Border,
+    Different,
     Following,
     Ghost,
     Kind,
@@ -44,19 +47,10 @@ from autotp.trace.sameness import (
     Ref,
     Unsound,
     has_tensor,
-    like,
     state,
 )  # fmt: skip
 
 __all__ = ["Different", "Repeats"]
-
-
-class Different(BaseException):
-    """The layer at `path` is not what it looks like. No Exception: a model might catch it."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
 
 
 class Repeats:
@@ -69,7 +63,6 @@ class Repeats:
         self.following: Following | None = None
         self.inside = False  # a function that is noted
         self._kinds: dict[Any, Kind] = {}
-        self._aside = False  # what is asked of tensors here is no part of the model
         self._position = 0
 
     # -- around a layer
@@ -141,6 +134,7 @@ class Repeats:
         run = self.noting
         if run is None:
             return
+        run.wrote = True
         given = [run.tensors[n] for n, (source, _) in run.kind.outer.items() if isinstance(source, fx.Node)]
         if not self.recorder.memories(given).isdisjoint(self.recorder.memories(tensors)):
             run.kind.sound = False
@@ -152,12 +146,9 @@ class Repeats:
         run = self.noting or self.following
         if run is None or not self.recorder.recording:
             return False
-        self._aside = True
-        try:
+        with aside():
             tensors = list(tensors_in(value, caches=False))
             return self._border(run, kind, path[len(run.path) :], call, tensors)
-        finally:
-            self._aside = False
 
     def _border(
         self,
@@ -193,13 +184,13 @@ class Repeats:
     def _guarded(self, run: Noting, step: Callable[[], Any]) -> Any:
         try:
             return step()
-        except Unsound:
+        except (Unsound, Symbolic):
             run.kind.sound = False
             return None
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function that a layer calls."""
-        if self._aside or not self.recorder.recording:
+        if not self.recorder.recording:
             return function(*args, **kwargs)
         if self.following is not None:
             return self._compare(self.following, function, args, kwargs)
@@ -209,7 +200,9 @@ class Repeats:
         now = state()
         if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch"):
             run.kind.sound = False  # a person's own function, which may read anything
-        given = self._guarded(run, lambda: (run.spec(args), run.spec(kwargs), [*map(like, run.tensors)]))
+        run.given.clear()
+        run.wrote = False
+        given = self._guarded(run, lambda: (run.spec(args), run.spec(kwargs)))
         was, self.inside = self.inside, True
         try:
             out = function(*args, **kwargs)
@@ -220,16 +213,10 @@ class Repeats:
         return out
 
     def _note_line(
-        self, run: Noting, function: Any, given: tuple[Any, Any, list[Any]], state: Any, out: Any
+        self, run: Noting, function: Any, given: tuple[Any, Any], state: Any, out: Any
     ) -> None:
-        args, kwargs, before = given
-        grads = []
-        for number, (was, tensor) in enumerate(zip(before, run.tensors, strict=False)):
-            now = like(tensor)
-            if now[:-1] != was[:-1] or (now != was and number in run.kind.outer):
-                raise Unsound
-            if now != was:
-                grads.append((number, now[-1]))
+        args, kwargs = given
+        grads = run.changed()
         result = run.result(out)
         acts = not any(map(has_tensor, (args, kwargs, result)))
         run.kind.lines.append(Line(function, args, kwargs, state, result, tuple(grads), acts))
@@ -271,6 +258,8 @@ class _Functions(TorchFunctionMode):
         self.repeats = repeats
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sys.gettrace() is None:
+            return self.repeats.call(func, args, kwargs or {})
         with unwatched():
             return self.repeats.call(func, args, kwargs or {})
 

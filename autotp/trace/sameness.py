@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from autotp.trace.hooks import Template, like
+
 __all__ = [
-    "GHOST", "PLAIN", "Border", "Following", "Ghost", "Kind", "Line", "Noting", "Recorder", "Unsound",
-    "has_tensor", "like", "state",
+    "GHOST", "PLAIN", "Border", "Different", "Following", "Ghost", "Kind", "Line", "Noting", "Recorder",
+    "Unsound", "has_tensor", "state",
 ]  # fmt: skip
 
-_INT = {int}
-_DEVICES = ("cpu", "cuda")
 GHOST = "_repeated"  # the attribute of a tensor that a repetition made
 PLAIN = frozenset([
     bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout,
@@ -45,7 +45,7 @@ class Recorder(Protocol):
     def memories(self, tensors: list[torch.Tensor]) -> set[Any]:
         """The memory of these tensors, views and what they view alike."""
 
-    def template(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def template(self, tensor: torch.Tensor) -> Template:
         """How to make fake tensors like this one."""
 
 
@@ -68,6 +68,15 @@ class New(Ref):
 
 class Unsound(Exception):
     """Something that cannot be compared."""
+
+
+class Different(BaseException):
+    """The layer at `path` is not what it looks like; without a path, no layer is to be left out. No Exception:
+    a model might catch it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -120,14 +129,45 @@ class _Run:
 
 
 class Noting(_Run):
-    """The layer that is noted."""
+    """The layer that is noted. `likes` says what each tensor was like last, `given` which ones the function
+    that runs is given, `wrote` whether it wrote into any."""
+
+    def __init__(self, recorder: Recorder, kind: Kind, path: str) -> None:
+        super().__init__(recorder, kind, path)
+        self.likes: list[tuple[Any, ...]] = []
+        self.given: set[int] = set()
+        self.wrote = False
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The next number."""
+        self.likes.append(like(tensor))
+        return super().add(tensor)
+
+    def changed(self) -> list[tuple[int, bool]]:
+        """The tensors of which a function changed whether they require a gradient. What it is not given it
+        changes by a write alone.
+
+        Raises Unsound where it changed anything else.
+        """
+        found = []
+        for number in range(len(self.likes)) if self.wrote else sorted(self.given):
+            was, now = self.likes[number], like(self.tensors[number])
+            if now == was:
+                continue
+            if now[:-1] != was[:-1] or number in self.kind.outer:
+                raise Unsound
+            self.likes[number] = now
+            found.append((number, now[-1]))
+        return found
 
     def noted(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that goes in; what the layer did not make is named."""
         known = self.numbers.get(id(tensor))
         if known is not None:
+            self.given.add(known)
             return known
         number = self.add(tensor)
+        self.given.add(number)
         name = self.recorder.name(tensor)
         own = name is not None and name.startswith(f"{self.path}.")
         if not self.recorder.knows(tensor):
@@ -135,7 +175,7 @@ class Noting(_Run):
         source: str | fx.Node = (
             name[len(self.path) :] if own and name is not None else self.recorder.node(tensor)
         )
-        self.kind.outer[number] = (source, like(tensor))
+        self.kind.outer[number] = (source, self.likes[number])
         return number
 
     def spec(self, value: Any) -> Any:
@@ -243,17 +283,11 @@ class Following(_Run):
 
 def state() -> tuple[Any, ...]:
     """What an op reads besides its arguments."""
-    casts = tuple((t, torch.get_autocast_dtype(t)) for t in _DEVICES if torch.is_autocast_enabled(t))
+    casts = None
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        casts = [torch.is_autocast_enabled(t) and torch.get_autocast_dtype(t) for t in ("cpu", "cuda")]
+        casts = tuple(casts)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casts
-
-
-def like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What an op's result depends on of a tensor."""
-    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    if not set(map(type, (*shape, *strides, offset))) <= _INT:
-        raise Unsound  # a size that depends on values
-    constant = getattr(tensor, "constant", None) is None
-    return shape, strides, offset, tensor.dtype, tensor.device, constant, tensor.requires_grad
 
 
 def has_tensor(spec: Any) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from autotp.trace.graph import REPEATED, Trace, Val, tensors_in
-from autotp.trace.sameness import GHOST, Ghost
+from autotp.trace.hooks import Template
+from autotp.trace.sameness import GHOST, Different, Ghost
 from autotp.trace.source import caller_span
 
 __all__ = ["Known", "Values", "val_of"]
@@ -32,7 +33,7 @@ class Known:
     owned: Sequence[torch.Tensor]
     is_fake: Callable[[Any], bool]
     copied: Callable[[torch.Tensor], torch.Tensor]
-    template: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+    template: Callable[[torch.Tensor], Template]
     memory: Callable[[torch.Tensor], tuple[Any, ...] | None]
 
 
@@ -44,7 +45,8 @@ class Values:
         self.stack: list[tuple[str, int]] = [("", 0)]
         self.custom: str | None = None  # the autograd.Function whose forward runs
         self._names, self._is_fake, self._copied = known.names, known.is_fake, known.copied
-        self.template, self._key = known.template, known.memory
+        self._template, self._key = known.template, known.memory
+        self._shared: set[Any] = set()  # memory that several tensors made of one template see
         self._nodes: dict[int, fx.Node] = {}  # id(tensor) -> node
         # The same memory, seen through another object: `x.data`, or what a factory function hands out.
         self._memory: dict[tuple[Any, ...], fx.Node] = {}
@@ -82,7 +84,7 @@ class Values:
             return self._repeated(tensor, ghost)
         named = self._names.get(id(tensor))
         if named is None:
-            key = self._key(tensor)
+            key = self._own_memory(tensor)
             if key is not None and key not in self._memory and key in self._named_memory:
                 self.node(self._named_memory[key])
             if key is not None and key in self._memory:
@@ -123,8 +125,24 @@ class Values:
             return False
         if id(tensor) in self._nodes or id(tensor) in self._names or GHOST in tensor.__dict__:
             return True
-        key = self._key(tensor)
+        key = self._own_memory(tensor)
         return key is not None and (key in self._memory or key in self._named_memory)
+
+    def _own_memory(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """The memory that tells which value a tensor is.
+
+        Raises Different where several values share it.
+        """
+        key = self._key(tensor)
+        if key is not None and key[0] in self._shared:
+            raise Different("")
+        return key
+
+    def template(self, tensor: torch.Tensor) -> Template:
+        """How to make fake tensors like this one."""
+        made = self._template(tensor)
+        self._shared.add(made.storage)
+        return made
 
     def memories(self, tensors: list[torch.Tensor]) -> set[Any]:
         """The memory of these tensors, views and what they view alike."""
