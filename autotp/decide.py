@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.collectives import Collective, collectives_of
-from autotp.derive.auto import decide_auto
-from autotp.derive.derived import Derived
 from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.plan import Plan
@@ -25,6 +23,9 @@ from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
 from autotp.trace.modes import capture_modes, signature
 from autotp.trace.support import hooked, unsupported
+
+if TYPE_CHECKING:
+    from autotp.derive.derived import Derived
 
 __all__ = ["decide", "decide_with_proof", "derive_with_proof"]
 
@@ -80,6 +81,8 @@ def derive_with_proof(
     """
     if check != "layouts":
         raise UsageError('plan "auto" is derived from the traced graph, which check="shapes" leaves out')
+    from autotp.derive.auto import decide_auto
+
     stock, refused = inventory(model), tuple(unsupported(model))
     samples = make(model, inputs)
     found = capture_modes(model, samples)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotp.analysis import Analysis
-from autotp.checkpoint.inventory import inventory
 from autotp.diagnostic import UsageError
 from autotp.plan import Plan, as_plan, plan_for, shipped_plans
 from autotp.shapes import analyze_shapes
@@ -84,6 +83,8 @@ def analyze(
         from autotp import hf
 
         return hf.prove(source, plan, tp=tp, inputs=inputs)
+    from autotp.checkpoint.inventory import inventory
+
     stock = inventory(source)
     chosen, name = named_plan(plan, stock.config.get("model_type"))
     return analyze_shapes(stock, chosen, tp=tp, plan_name=name)

@@ -29,8 +29,8 @@ except ImportError as error:  # pragma: no cover - the tested torch has them all
 
 __all__ = [
     "FAKE", "MISSING", "NO_CONSTANT", "Fakes", "Made", "OpMode", "Symbolic", "Template", "aside", "asked",
-    "copied", "flags", "is_fake", "like", "made_like", "memory", "modes_off", "only_fakes", "python_dispatcher",
-    "storage",
+    "copied", "flags", "is_fake", "like", "made_like", "memory", "modes_off", "only_fakes",
+    "python_dispatcher", "storage",
 ]  # fmt: skip
 
 FAKE: Any = FakeTensor if MISSING is None else None
@@ -148,7 +148,13 @@ def memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     try:
         storage = tensor.untyped_storage()._cdata
         if tensor._has_symbolic_sizes_strides:  # symbols have no hash
-            return storage, str(tensor.shape), str(tensor.stride()), str(tensor.storage_offset()), tensor.dtype
+            return (
+                storage,
+                str(tensor.shape),
+                str(tensor.stride()),
+                str(tensor.storage_offset()),
+                tensor.dtype,
+            )
         return storage, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
     except (RuntimeError, NotImplementedError):
         return None
@@ -156,7 +162,7 @@ def memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 def storage(tensor: torch.Tensor) -> int:
     """The memory that a tensor sees, whatever part of it."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_fake(value: Any) -> bool:
@@ -175,12 +181,12 @@ def aside() -> Any:
 
 def modes_off() -> Any:
     """A context in which torch computes as if nothing was recorded."""
-    return _disable_current_modes()  # type: ignore[no-untyped-call]
+    return _disable_current_modes()
 
 
 def python_dispatcher() -> Any:
     """The context in which the PreDispatch key is looked at."""
-    return enable_python_dispatcher()  # type: ignore[no-untyped-call]
+    return enable_python_dispatcher()
 
 
 @contextlib.contextmanager
@@ -201,19 +207,19 @@ def flags(compiling: bool, exporting: bool) -> Iterator[None]:
 
 
 def only_fakes() -> bool:
-    """Whether an op that is called now is seen by the fake tensors' mode alone: by no other mode or transform,
-    no hook on what autograd saves, no forward derivative, no inference mode."""
+    """Whether an op that is called now is seen by the fake tensors' mode alone: by no other mode, transform,
+    hook on what autograd saves, or forward derivative, nor in inference mode."""
     return (
         torch._C._len_torch_dispatch_stack() == 1
         and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None  # type: ignore[attr-defined]
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         and torch.autograd.forward_ad._current_level < 0
         and not torch.is_inference_mode_enabled()
     )
 
 
 class Made:
-    """How an op's result is made anew, in its own memory or as a view of `viewed`, one of the op's tensors."""
+    """How an op's result is made anew, in its own memory, or as a view of `viewed`, an argument of the op."""
 
     __slots__ = ("dtype", "needs", "offset", "on", "shape", "strides", "viewed")
 
@@ -233,9 +239,7 @@ class Made:
         return _wrapped(data, fakes.attributes(self.on), self.needs)
 
 
-def made_like(
-    out: torch.Tensor, tensors: list[torch.Tensor], fakes: Fakes
-) -> Made | int | None:
+def made_like(out: torch.Tensor, tensors: list[torch.Tensor], fakes: Fakes) -> Made | int | None:
     """How `out`, the result of an op on `tensors`, is made anew: the number of the tensor that it is, or as
     `Made` says; None where it cannot be."""
     same = [number for number, tensor in enumerate(tensors) if tensor is out]

@@ -122,6 +122,7 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
     """Trace `module` in every mode. A mode that records the same ops on the same values as an earlier one,
     with no more gradients, is covered by it. `layers` are those of `record`."""
     result = Captured()
+    layers = Layers() if layers is None else layers
     seen: dict[Any, str] = {}
     traces: dict[str, Trace] = {}
     for listed in modes(module, samples):

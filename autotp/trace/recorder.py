@@ -174,14 +174,12 @@ def _record(
         return recorder.trace
 
 
-class _Recorder(Calls, hooks.OpMode):
+class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, root: nn.Module, fakes: Faked, guide: Guide | None, layers: Layers, remember: bool
     ) -> None:
         hooks.OpMode.__init__(self)
-        known = Known(
-            fakes.names, fakes.owned, hooks.is_fake, hooks.copied, hooks.Template, hooks.memory
-        )
+        known = Known(fakes.names, fakes.owned, hooks.is_fake, hooks.copied, hooks.Template, hooks.memory)
         Calls.__init__(self, root, layers, known)
         self._attributes = fakes.attributes
         self._guide = guide
@@ -296,11 +294,11 @@ class _Recorder(Calls, hooks.OpMode):
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
 
 
-def _only_forward_is_new(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _only_forward_is_new(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether a module's attributes are those before, and the watched `forward` behind them."""
     return (
         len(now) == len(before) + 1
-        and next(reversed(now)) == "forward"  # type: ignore[call-overload]
+        and next(reversed(now)) == "forward"
         and all(map(operator.is_, now, before))
         and all(map(operator.is_, now.values(), before.values()))
     )

@@ -88,7 +88,7 @@ class Remembered:
     def _key(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
-        """All that the results depend on; None where that is not known. The op's tensors go into `tensors`."""
+        """All that the results depend on; None where that is not known. `tensors` takes the op's own."""
         may = _MAY.get(func)
         if may is None:
             may = _MAY[func] = _may(func)

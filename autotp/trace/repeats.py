@@ -212,9 +212,7 @@ class Repeats:
             self._guarded(run, lambda: self._note_line(run, function, given, now, out))
         return out
 
-    def _note_line(
-        self, run: Noting, function: Any, given: tuple[Any, Any], state: Any, out: Any
-    ) -> None:
+    def _note_line(self, run: Noting, function: Any, given: tuple[Any, Any], state: Any, out: Any) -> None:
         args, kwargs = given
         grads = run.changed()
         result = run.result(out)

@@ -71,7 +71,7 @@ class Unsound(Exception):
 
 
 class Different(BaseException):
-    """The layer at `path` is not what it looks like; without a path, no layer is to be left out. No Exception:
+    """The layer at `path` is not what it looks like; without a path, none is to be left out. No Exception:
     a model might catch it."""
 
     def __init__(self, path: str) -> None:
@@ -283,10 +283,9 @@ class Following(_Run):
 
 def state() -> tuple[Any, ...]:
     """What an op reads besides its arguments."""
-    casts = None
+    casts: tuple[Any, ...] = ()
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        casts = [torch.is_autocast_enabled(t) and torch.get_autocast_dtype(t) for t in ("cpu", "cuda")]
-        casts = tuple(casts)
+        casts = tuple(torch.is_autocast_enabled(t) and torch.get_autocast_dtype(t) for t in ("cpu", "cuda"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casts
 
 
