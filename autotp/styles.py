@@ -19,7 +19,7 @@ from autotp.placement import Shard
 from autotp.rule import Rule
 from autotp.units import Fault, counted, shard_of
 
-__all__ = ["cut_module", "cut_tensor", "shown"]
+__all__ = ["cut_module", "cut_tensor", "is_norm", "shown"]
 
 KINDS = {  # style -> the kinds of module that it cuts, and their name
     "column": (("linear", "conv1d", "unknown"), "a linear layer"),
@@ -58,13 +58,20 @@ def _called(module: ModuleInfo) -> str:
     return module.class_name or KIND_NAME[module.kind]
 
 
+def is_norm(module: ModuleInfo) -> bool:
+    """Whether a module is a norm over one dim that `column` cuts: torch's own, with a weight."""
+    weight = module.tensors.get("weight")
+    known = module.kind == "norm" and module.class_name in NORMS
+    return known and weight is not None and len(weight.shape) == 1
+
+
 def _is_cut_norm(rule: Rule, module: ModuleInfo) -> bool:
     """A norm over one dim, each rank of which is given its features. Where only headers are known, a vector
     is one if the rule states its dim."""
     weight = module.tensors.get("weight")
-    known = module.kind == "norm" and module.class_name in NORMS
     told = module.kind == "unknown" and rule.dim is not None
-    return rule.style == "column" and weight is not None and len(weight.shape) == 1 and (known or told)
+    vector = weight is not None and len(weight.shape) == 1
+    return rule.style == "column" and (is_norm(module) or (told and vector))
 
 
 def _cut_norm(

@@ -153,11 +153,15 @@ class Wide(models.MLP):
         return self.out(super().forward(x))
 
 
-class NormedOut(Wide):
-    """The large layer goes into a norm over its features."""
+class Inverted(models.MLP):
+    """The inverse of a large matrix is used beside fc1 and fc2."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.out = models.Inverse(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(super().forward(x), (400,))
+        return self.out(super().forward(x))
 
 
 def _weight_norm() -> nn.Module:
@@ -242,7 +246,7 @@ EXAMPLES: dict[str, Example] = {
     "AT392": _live("rules:\n  fc1: column\n  fc2: row\n  out: replicate\n", Wide),
     "AT393": Example(
         'autotp.analyze(model, "auto", tp=2)',
-        lambda: autotp.analyze(NormedOut(), "auto", tp=2).diagnostics,
+        lambda: autotp.analyze(Inverted(), "auto", tp=2).diagnostics,
         "python",
     ),
     "AT420": Example("# the checkpoint's fc1.weight is [35, 16]\n", _other_weights),

@@ -51,6 +51,17 @@ class Normed(MLP):
         return self.fc2(self.norm(self.fc1(x)))
 
 
+class Inverse(nn.Module):
+    """x @ W⁻¹: a matrix of which no part makes a part of the result."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(features) + 0.01 * torch.randn(features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.linalg.inv(self.weight)
+
+
 class FusedGate(nn.Module):
     """SwiGLU with gate and up in one layer, as Phi-3 has it."""
 

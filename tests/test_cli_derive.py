@@ -20,12 +20,23 @@ def mlp():
     print("building")
     return nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 16)), torch.zeros(3, 16)
 
-def normed():
-    first = nn.Sequential(nn.Linear(16, 24), nn.LayerNorm(24))
-    return nn.Sequential(first, nn.Linear(24, 33), nn.ReLU(), nn.Linear(33, 16)), torch.zeros(3, 16)
+class Inverse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        return x @ torch.linalg.inv(self.weight)
+
+def inverted():
+    first = nn.Sequential(nn.ReLU(), Inverse())
+    return nn.Sequential(first, nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 16)), torch.zeros(3, 16)
+
+def soft():
+    return nn.Sequential(nn.Linear(16, 33), nn.Softmax(-1)), torch.zeros(3, 16)
 
 def whole():
-    return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), torch.zeros(3, 16)
+    return Inverse(), torch.zeros(3, 16)
 """
 
 
@@ -60,13 +71,23 @@ def test_a_plan_is_printed_and_loads_again(here):
 
 
 def test_what_stays_whole_is_a_comment(here):
-    code, out, _ = run("derive", "derived_models:normed", "--tp", 2)
+    code, out, _ = run("derive", "derived_models:inverted", "--tp", 2)
     assert code == 0
     plan, _, comments = out.partition("# What stays whole on every rank, and why:\n")
     assert plan.endswith('  "1": column\n  "3": row\n  "0.1": replicate\n')  # "1" would match it
     first, *rest = comments.splitlines()
-    assert first.startswith("#   0.0.weight [1,536 bytes]: layer_norm over dim 1, which is sharded:")
-    assert len(rest) == 1 and rest[0].startswith("#     ")
+    assert first.startswith("#   0.1.weight [1,024 bytes]: linalg_inv")
+    assert all(line.startswith("#     ") for line in rest)
+
+
+def test_what_is_gathered_is_a_comment(here):
+    code, out, _ = run("derive", "derived_models:soft", "--tp", 2)
+    assert code == 0
+    plan, _, comments = out.partition(
+        "# What is cut, though its layer's output is read whole and so gathered:\n"
+    )
+    assert plan.endswith('rules:\n  "0": {style: column, gather_output: true}\n')
+    assert comments.startswith("#   0.weight [2,112 bytes]: softmax over dim 1, which is sharded:")
 
 
 def test_auto_is_derived_from_a_config(here):
@@ -81,7 +102,7 @@ def test_auto_is_derived_from_a_config(here):
 def test_nothing_to_shard(here):
     code, out, err = run("derive", "derived_models:whole", "--tp", 2)
     assert code == 1
-    assert '"auto" found nothing to shard' in out + err and "layer_norm over dim 1" in out + err
+    assert '"auto" found nothing to shard' in out + err and "linalg_inv" in out + err
 
 
 def test_verify_derives(here):

@@ -136,6 +136,11 @@ def test_the_span_of_a_caller():
     assert marked(caller_span(1)) == "caller_span(1)"
 
 
+def test_the_lines_that_call_the_trace_are_none_of_the_model():
+    trace = record(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (X,), {})
+    assert [node.meta["source"] for node in trace.ops()] == [None, None]
+
+
 def test_whole_lines():
     line = test_whole_lines.__code__.co_firstlineno + 1
     span = line_span(__file__, line)

@@ -11,6 +11,7 @@ from autotp.trace.inputs import Samples, make
 from autotp.trace.modes import capture_modes, modes, signature, training
 from autotp.trace.recorder import record
 from tests import architectures, models
+from tests.zoo.build import build
 
 X = torch.randn(3, 4)
 
@@ -213,4 +214,14 @@ def test_the_list_of_modes():
     model = architectures.build("bert")
     assert [m.name for m in modes(model, make(model))] == [
         "eval", "train", "run time", "train with labels", "inference", "inference at run time",
+        "eval with an encoder's states",
     ]  # fmt: skip
+
+
+def test_a_decoder_is_also_given_the_states_of_an_encoder():
+    """Where matrices are read in no other mode; BERT takes them, too, but has no cross attention."""
+    names = {}
+    for kind, model in (("bart", build("bart")), ("bert", architectures.build("bert"))):
+        names[kind] = [mode.name for mode, _ in capture_modes(model, make(model)).traces]
+    assert names["bart"][-1] == "eval with an encoder's states"
+    assert "eval with an encoder's states" not in names["bert"]

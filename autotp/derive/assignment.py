@@ -14,7 +14,7 @@ from autotp.inventory import Inventory, ModuleInfo, TensorInfo
 from autotp.match import Matches, Placed
 from autotp.placement import Shard
 from autotp.plan import Plan, Rule
-from autotp.styles import cut_module, cut_tensor
+from autotp.styles import cut_module, cut_tensor, is_norm
 from autotp.units import Fault
 
 __all__ = ["Assignment", "Board"]
@@ -49,11 +49,8 @@ class Board:
     def key(self, name: str) -> str:
         """What a rule names to cut this tensor: a layer by its path, any other tensor by its name."""
         owner = self.owner(name)
-        layer = owner.kind in ("linear", "conv1d", "embedding") and name.rpartition(".")[2] in (
-            "weight",
-            "bias",
-        )
-        return owner.path if layer else name
+        layer = owner.kind in ("linear", "conv1d", "embedding") or is_norm(owner)
+        return owner.path if layer and name.rpartition(".")[2] in ("weight", "bias") else name
 
     def unspeakable(self) -> dict[str, str]:
         """The layers that no pattern names without naming a container, too, each with the container: a head

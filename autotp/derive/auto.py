@@ -49,18 +49,31 @@ def decide_auto(
     ranks = max(tp, 2)  # on one rank anything goes: the plan is then one for two
     forbidden: dict[str, Reason] = {}
     beside: dict[str, Reason] = {}
+    ungathered: set[str] = set()
     while True:
         derived = derive(stock, traces, tp=ranks, forbidden=forbidden, beside=beside)
-        if derived.plan is None:
-            decided = decide(_whole(derived, stock, ranks))
-            return (_explained(decided[0], derived), decided[1]), derived
-        analysis, proof = decide(derived.plan)
-        refused = {} if analysis.ok else _refused(derived, analysis, proof)
+        decided = None if derived.plan is None else decide(derived.plan)
+        refused = {} if decided is None or decided[0].ok else _refused(derived, *decided)
         if not refused:
-            return (_explained(analysis, derived), proof), derived
+            break
         forbidden |= refused
+        ungathered |= {key for key in refused if derived.rules[key].gather_output}
         for key, reason in refused.items():
             beside |= dict.fromkeys(derived.groups[key], reason)
+    while decided is None or decided[0].ok:  # once more, with large layers whose output is gathered
+        more = derive(
+            stock, traces, tp=ranks, forbidden=forbidden, beside=beside, gather=True, ungathered=ungathered
+        )
+        if more.plan is None or not more.gathered:
+            break
+        found = decide(more.plan)
+        if found[0].ok:
+            derived, decided = more, found
+            break
+        ungathered |= more.gathered.keys() & _refused(more, *found).keys() or more.gathered.keys()
+    if decided is None:
+        decided = decide(_whole(derived, stock, ranks))
+    return (_explained(decided[0], derived), decided[1]), derived
 
 
 def _whole(derived: Derived, stock: Inventory, tp: int) -> Plan:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+from autotp.cost import LARGE, collapsed
 from autotp.derive.assignment import Board
 from autotp.derive.instances import Instances
 from autotp.derive.naming import plan_of
@@ -36,14 +37,16 @@ class Reason:
 class Derived:
     """The rules that were found, by full names; those that go together; what stays whole and why.
 
-    `alike` maps each key to the key of the place where its rule was found. `tries` is how many assignments
-    were propagated.
+    `alike` maps each key to the key of the place where its rule was found, `gathered` are large layers that
+    are cut though their output is read whole, and why it is. `tries` is how many assignments were
+    propagated.
     """
 
     rules: dict[str, Rule] = field(default_factory=dict)
     groups: dict[str, frozenset[str]] = field(default_factory=dict)
     alike: dict[str, str] = field(default_factory=dict)
     whole: list[Reason] = field(default_factory=list)
+    gathered: dict[str, Reason] = field(default_factory=dict)
     plan: Plan | None = None
     tries: int = 0
 
@@ -55,19 +58,23 @@ def derive(
     tp: int,
     forbidden: Mapping[str, Reason] | None = None,
     beside: Mapping[str, Reason] | None = None,
+    gather: bool = False,
+    ungathered: Collection[str] = (),
 ) -> Derived:
     """The rules that cut the most of a model over `tp` ranks, as far as its traces have no conflict.
 
     `forbidden` keys (layers or tensors) stay whole, for the reason given; `beside` are those that went with
-    them, and the reason if they stay whole, too. The same model gives the same rules on every rank. The
-    plan is not proven here.
+    them, and the reason if they stay whole, too. With `gather` the large layers that stay whole otherwise are
+    cut, and their output is gathered, but for those in `ungathered`. The same model gives the same rules on
+    every rank. The plan is not proven here.
     """
     board = Board(inventory, tp)
     named = {
         path: Reason(path, 0, f"no pattern names {path} without naming {other}, too")
         for path, other in board.unspeakable().items()
     }
-    return _Deriver(board, traces, {**named, **(forbidden or {})}, beside or {}).run()
+    deriver = _Deriver(board, traces, {**named, **(forbidden or {})}, beside or {})
+    return deriver.run({*named, *ungathered} if gather else None)
 
 
 class _Deriver:
@@ -84,11 +91,15 @@ class _Deriver:
         self.derived = Derived()
         self.failed: dict[str, Reason] = {}
 
-    def run(self) -> Derived:
+    def run(self, ungathered: Collection[str] | None) -> Derived:
         todo = list(seeds(self.board, self.traces))
         for seed in todo:
             if seed.name not in self.failed and not self._is_cut(seed):
                 self._seed(seed)
+        for seed in self._large(todo) if ungathered is not None else ():
+            if not self._is_cut(seed):
+                assert ungathered is not None
+                self._gather(seed, ungathered)
         derived = self.derived
         derived.whole = [self._reason(seed) for seed in todo if not self._is_cut(seed)]
         derived.whole += self._unread({seed.name for seed in todo})
@@ -127,13 +138,58 @@ class _Deriver:
         if not found.rules:
             self._fail(seed, found)
             return
-        keys = list(found.rules)
-        places = []
-        for mapped in self.instances.of(keys):
-            new = [k for k in mapped.values() if k not in derived.rules]
-            if new and self.forbidden.keys().isdisjoint(mapped.values()):
-                places.append(mapped)
+        places = self._open(found.rules, self.forbidden)
         self._accept(found.rules, self._fitting(found.rules, places))
+
+    def _large(self, todo: list[Seed]) -> list[Seed]:
+        """The layers that stayed whole so far and, with those like them, hold much of the model."""
+        left = [seed for seed in todo if not self._is_cut(seed)]
+        held: dict[str, int] = {}
+        for seed in left:
+            name = collapsed(seed.name)
+            held[name] = held.get(name, 0) + self.board.tensors[seed.name].nbytes
+        tensors = self.board.tensors.items()
+        least = LARGE * sum(t.nbytes for name, t in tensors if name not in self.board.first)
+        layers = {p for p, m in self.board.inventory.modules.items() if m.kind in ("linear", "conv1d")}
+        return [seed for seed in left if seed.key in layers and held[collapsed(seed.name)] >= least]
+
+    def _gather(self, seed: Seed, ungathered: Collection[str]) -> None:
+        """Cut a layer and gather what it gives: its output is read whole, and no other way was found."""
+        alike = {key for mapped in self.instances.of([seed.key]) for key in mapped.values()}
+        closed = {*self.forbidden.keys() - alike, *ungathered}
+        gathers = replace(seed, rules=(Rule(style="column", gather_output=True),))
+        if seed.key in closed:
+            return
+        found = search(
+            gathers, self.board, self.trials,
+            accepted=self.derived.groups, rules=self.derived.rules, forbidden=closed,
+        )  # fmt: skip
+        if found.rules:
+            reasons = {key: self._reason(replace(seed, name=name, key=key)) for key, name in self._like(seed)}
+            places = self._fitting(found.rules, self._open(found.rules, closed))
+            beside = {m[key]: rule for m in places for key, rule in found.rules.items()}
+            if self.trials.conflicts({**self.derived.rules, **beside}):
+                return  # what reads the whole value is cut, and would add up its gradient
+            self._accept(found.rules, places)
+            self.derived.gathered |= {k: reasons[k] for k in (m[seed.key] for m in places) if k in reasons}
+
+    def _like(self, seed: Seed) -> Iterator[tuple[str, str]]:
+        """The layers like that of a seed, and the first name of the tensor there."""
+        for mapped in self.instances.of([seed.key]):
+            there = mapped[seed.key]
+            name = there if there in self.board.tensors else f"{there}.{seed.name.rpartition('.')[2]}"
+            if name in self.board.tensors:
+                yield there, self.board.canonical(name)
+
+    def _open(self, rules: Mapping[str, Rule], closed: Collection[str]) -> list[dict[str, str]]:
+        """The places like that of some rules where one of them is new and none is on a closed key."""
+        places = []
+        for mapped in self.instances.of(list(rules)):
+            if any(k not in self.derived.rules for k in mapped.values()) and not {*mapped.values()} & {
+                *closed
+            }:
+                places.append(mapped)
+        return places
 
     def _fitting(self, rules: Mapping[str, Rule], places: list[dict[str, str]]) -> list[dict[str, str]]:
         """The places in which the rules have no conflict, tried together."""
@@ -162,12 +218,8 @@ class _Deriver:
 
     def _fail(self, seed: Seed, found: Found) -> None:
         """Note why a matrix stays whole; the same holds for those like it, which are not tried again."""
-        for mapped in self.instances.of([seed.key]):
-            there = mapped[seed.key]
-            name = there if there in self.board.tensors else f"{there}.{seed.name.rpartition('.')[2]}"
-            if name in self.board.tensors:
-                name = self.board.canonical(name)
-                self.failed.setdefault(name, self._told(name, found))
+        for _, name in self._like(seed):
+            self.failed.setdefault(name, self._told(name, found))
 
     def _reason(self, seed: Seed) -> Reason:
         nbytes = self.board.tensors[seed.name].nbytes

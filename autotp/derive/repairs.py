@@ -3,6 +3,7 @@
 | conflict | step |
 |---|---|
 | a whole layer reads sharded features | make it a row layer |
+| a norm reads sharded features | cut it: its statistics are summed over the ranks |
 | a whole value meets a shard | cut what makes it |
 | a view cuts a unit | deal the units, or sections, that the view has |
 | a split cuts across | sections where it splits |
@@ -82,6 +83,7 @@ class _Repair(Recut):
         elif code == "AT309":
             yield from self.sections()
         elif code == "AT303":
+            yield from self._norm()
             yield from self.apart()
         elif code == "AT307":
             yield from self.alike()
@@ -118,6 +120,16 @@ class _Repair(Recut):
         if isinstance(weight, fx.Node):
             yield from self._cut_behind(weight)
 
+    def _norm(self) -> Iterator[Grown | None]:
+        """The norm that reads sharded features: its statistics are summed over the ranks."""
+        weight = arguments_of(self.node).get("weight")
+        named = weight.meta.get("name") if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
+        if op_name(self.node) not in ("layer_norm", "rms_norm") or named not in self.board.tensors:
+            return
+        key = self.board.key(named)
+        if key != named:
+            yield self.with_rule(key, self._like(Rule(style="column"), self.board.tensors[named].shape[0]))
+
     def _cut_the_whole(self) -> Iterator[Grown | None]:
         """What makes the first whole value that meets the shard."""
         for value in self.node.all_input_nodes:
@@ -139,7 +151,7 @@ class _Repair(Recut):
             if key in self.known:
                 yield self.with_rule(key, self.known[key])
             if key != name:
-                if kind != "embedding":
+                if kind not in ("embedding", "norm"):  # neither gives what is cut of what is whole
                     yield self.with_rule(key, Rule(style="column"))
                 continue
             shape = self.board.tensors[name].shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.cost import collapsed
@@ -12,6 +12,7 @@ from autotp.derive.derived import Derived, Reason
 __all__ = ["derived_text"]
 
 WIDTH = 100
+GATHERED = "What is cut, though its layer's output is read whole and so gathered:"
 
 
 def derived_text(analysis: Analysis, derived: Derived) -> str:
@@ -19,7 +20,8 @@ def derived_text(analysis: Analysis, derived: Derived) -> str:
     return (
         "".join(f"{line}\n" for line in _head(analysis))
         + analysis.plan.dumps()
-        + "".join(f"{line}\n" for line in _left(derived))
+        + _reasons(GATHERED, derived.gathered.values())
+        + _reasons("What stays whole on every rank, and why:", derived.whole)
     )
 
 
@@ -33,18 +35,18 @@ def _head(analysis: Analysis) -> Iterator[str]:
     yield f"# {analysis.sharded_fraction:.1%} of the bytes of matrices are sharded; collectives: {moves}."
 
 
-def _left(derived: Derived) -> Iterator[str]:
+def _reasons(title: str, told: Iterable[Reason]) -> str:
     groups: dict[tuple[str, str], list[Reason]] = {}
-    for reason in sorted(derived.whole, key=lambda r: -r.nbytes):
+    for reason in sorted(told, key=lambda r: -r.nbytes):
         groups.setdefault((collapsed(reason.name), reason.message), []).append(reason)
-    if groups:
-        yield "# What stays whole on every rank, and why:"
+    lines = [f"# {title}"] if groups else []
     for (name, message), reasons in groups.items():
         first = reasons[0]
         where = f" ({first.source})" if first.source is not None else ""
         size = sum(reason.nbytes for reason in reasons)
         text = f"{name if len(reasons) > 1 else first.name} [{size:,} bytes]: {message}{where}"
-        yield from textwrap.wrap(
+        lines += textwrap.wrap(
             text, WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False,
             break_on_hyphens=False,
         )  # fmt: skip
+    return "".join(f"{line}\n" for line in lines)

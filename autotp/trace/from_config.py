@@ -38,7 +38,20 @@ def from_config(module: nn.Module) -> Samples | None:
         if len(tries) == 1 or _runs(module, kwargs):
             again = {name: other.tensor(name) for name in kwargs}
             pair = Samples((), again, "config", other.labels(again))
-            return Samples((), kwargs, "config", made.labels(kwargs), pair=pair)
+            crossed = _crossed(made, kwargs)
+            return Samples((), kwargs, "config", made.labels(kwargs), pair=pair, crossed=crossed)
+    return None
+
+
+def _crossed(made: _Inputs, kwargs: Mapping[str, Any]) -> Samples | None:
+    """The same arguments and an encoder's states, of another length."""
+    width = getattr(made.text, "hidden_size", None)
+    if "decoder_input_ids" in made.parameters or "input_ids" not in kwargs or not isinstance(width, int):
+        return None
+    states = made._floats(made.sizes.batch, made.sizes.decoder, width).to(made.device)
+    for name, value in (("encoder_hidden_states", states), ("encoder_outputs", (states,))):
+        if name in made.parameters:
+            return Samples((), {**kwargs, name: value}, "config")
     return None
 
 

@@ -25,7 +25,8 @@ class Samples:
     """The arguments of one forward. `origin` is "given", "config" or "found"; `labels` are further keyword
     arguments with which a transformers model also computes its loss; `also` are samples of other ranks that
     the forward takes as well, where autotp cannot tell which are meant: [batch, features] and
-    [batch, sequence, features]. `pair` is the same with another batch and sequence, where those are autotp's
+    [batch, sequence, features]. `crossed` are those of a decoder that may also be given an encoder's states.
+    `pair` is the same with another batch and sequence, where those are autotp's
     to choose: sizes that coincide in one trace differ in the other."""
 
     args: tuple[Any, ...]
@@ -34,6 +35,7 @@ class Samples:
     labels: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[Samples, ...] = ()
     pair: Samples | None = None
+    crossed: Samples | None = None
 
     @classmethod
     def given(cls, inputs: Any) -> Samples:

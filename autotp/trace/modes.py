@@ -8,6 +8,7 @@
 | train at run time | the same, with dropout; with labels: train with labels, and with the loss | yes | yes |
 | eval with other sizes | with the second pair of sizes, where run time cannot be traced | yes | no |
 | eval on inputs of 3 dims | [batch, sequence, features] where [batch, features] was found | yes | no |
+| eval with an encoder's states | for a decoder with matrices that no other mode reads | yes | no |
 | decode | a forward that fills a cache, then one step of one token on it | no | no |
 | inference | the forward alone, for models without a cache | no | no |
 | inference at run time | as it runs when nothing traces it, without gradients | no | no |
@@ -42,6 +43,7 @@ __all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"
 
 
 SIZES = "eval with other sizes"
+CROSSED = "eval with an encoder's states"
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
     found.append(_decode(module, samples, inference) or inference)
     # Last: it is what run time does, but where code asks whether there are gradients.
     found.append(replace(_run_time(module, pair), name="inference at run time", grad=False, otherwise=None))
+    if samples.crossed is not None:
+        found.append(Mode(CROSSED, (), samples.crossed.kwargs, True, optional=True))
     return found
 
 
@@ -127,6 +131,8 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
     traces: dict[str, Trace] = {}
     for listed in modes(module, samples):
         mode: Mode | None = listed
+        if listed.name == CROSSED and not _unread(module, [trace for _, trace in result.traces]):
+            continue
         while mode is not None:
             try:
                 with result.watched:
@@ -148,6 +154,14 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                     seen.setdefault(signature(trace, gradients=gradients), mode.name)
             break
     return result
+
+
+def _unread(module: nn.Module, traces: list[Trace]) -> bool:
+    """Whether there are matrices that no trace reads; a layer that repeats another has its like."""
+    read = {n.meta["name"] for trace in traces for n in trace.graph.nodes if n.op == "get_attr" and n.users}
+    left = tuple(f"{repeat.path}." for trace in traces for repeat in trace.repeats)
+    unread = (name for name, p in module.named_parameters() if p.dim() > 1 and name not in read)
+    return any(not name.startswith(left) for name in unread)
 
 
 def signature(trace: Trace, *, gradients: bool = True) -> tuple[Any, ...]:

@@ -37,6 +37,7 @@ from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
 from autotp.trace.remembered import Forgotten, Remembered
 from autotp.trace.sameness import Different
+from autotp.trace.source import outermost
 from autotp.trace.surroundings import functions, quiet, same_draws
 from autotp.trace.untouched import untouched
 from autotp.trace.values import Known, val_of
@@ -117,6 +118,7 @@ def record(
     return once(Layers(), False)
 
 
+@outermost
 def _record(
     module: nn.Module,
     args: tuple[Any, ...],

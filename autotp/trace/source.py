@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
+from typing import TypeVar
 
 import torch
 
 from autotp.diagnostic import Span
 
-__all__ = ["caller_span", "error_span", "is_library", "line_span", "shown"]
+__all__ = ["caller_span", "error_span", "is_library", "line_span", "outermost", "shown"]
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -83,9 +84,22 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+Function = TypeVar("Function", bound=FunctionType)
+_OUTERMOST: set[int] = set()  # ids of the code of functions that live as long as this module
+
+
+def outermost(function: Function) -> Function:
+    """Mark the function that runs a model: the lines that called it are none of the model's."""
+    _OUTERMOST.add(id(function.__code__))
+    return function
+
+
 def caller_span(depth: int = 1) -> Span | None:
-    """The innermost line outside torch, autotp and the standard library, `depth` frames up."""
+    """The innermost line outside torch, autotp and the standard library, `depth` frames up, of those that
+    run in the model: None for a model of torch's own modules."""
     for frame in _frames(sys._getframe(depth)):
+        if id(frame.f_code) in _OUTERMOST:
+            return None
         if not is_library(frame.f_code.co_filename):
             return _span(frame.f_code, frame.f_lineno, frame.f_lasti // 2)
     return None

@@ -14,6 +14,7 @@ import transformers
 from autotp.cost import collapsed
 from autotp.decide import derive_with_proof
 from autotp.diagnostic import AutotpError, errors
+from autotp.trace.inputs import make
 from autotp.verification import compare
 from tests.zoo.build import build
 
@@ -106,7 +107,11 @@ def _run(model: Any, result: Result) -> None:
     result.edits = sum(
         line.startswith("+") and not line.startswith("+++") for line in analysis.edits.splitlines()
     )
-    checked = compare(model, analysis, inputs=None, weights="random", dtype=None)
+    crossed = (
+        make(model).crossed if any("with an encoder's states" in mode for mode in analysis.modes) else None
+    )
+    inputs = None if crossed is None else dict(crossed.kwargs)
+    checked = compare(model, analysis, inputs=inputs, weights="random", dtype=None)
     result.output, result.gradient = checked.max_output_diff, checked.max_grad_diff
     result.tolerance = checked.tolerance if checked.tolerance <= PRECISE else ROUNDED
     close = max(result.output, result.gradient) <= result.tolerance and checked.state_dict_equal
