@@ -51,17 +51,6 @@ class Normed(MLP):
         return self.fc2(self.norm(self.fc1(x)))
 
 
-class Inverse(nn.Module):
-    """x @ W⁻¹: a matrix of which no part makes a part of the result."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(features) + 0.01 * torch.randn(features, features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.linalg.inv(self.weight)
-
-
 class FusedGate(nn.Module):
     """SwiGLU with gate and up in one layer, as Phi-3 has it."""
 
@@ -202,6 +191,17 @@ class Fresh(MLP):
         store = torch.zeros(x.shape[0], 33)
         store.copy_(self.fc1(x))
         return self.fc2(store)
+
+
+class Inverse(nn.Module):
+    """x @ W⁻¹: a matrix of which no part makes a part of the result."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(features) + 0.01 * torch.randn(features, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.linalg.inv(self.weight)
 
 
 def randomised(model: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:

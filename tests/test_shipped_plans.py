@@ -53,6 +53,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "clip_vision_model": ("CLIPVisionModel", IMAGES),
     "cohere": ("CohereForCausalLM", GROUPED),
     "cohere2": ("Cohere2ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **SIZES, **TWO, "moe_intermediate_size": 48, "num_experts_per_tok": 2,
+            "num_key_value_heads": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 8,
+        },
+    ),
     "deit": ("DeiTModel", IMAGES),
     "dinov2": ("Dinov2Model", IMAGES),
     "distilbert": (
@@ -66,6 +75,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", HEAD_DIM),
     "eurobert": ("EuroBertForMaskedLM", HEAD_DIM),
     "exaone4": ("Exaone4ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
+    "falcon": (
+        "FalconForCausalLM",
+        {
+            **SIZES, **TWO, "num_kv_heads": 3, "new_decoder_architecture": True, "ffn_hidden_size": 67,
+        },
+    ),
     "gemma": ("GemmaForCausalLM", HEAD_DIM),
     "gemma2": ("Gemma2ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
     "gemma3_text": ("Gemma3ForCausalLM", {**HEAD_DIM, **LOCAL_AND_GLOBAL}),
@@ -76,6 +91,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, **TWO, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
     "gpt_neox": ("GPTNeoXForCausalLM", SIZES),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **HEAD_DIM, **LOCAL_AND_GLOBAL, "intermediate_size": 64, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "granite": ("GraniteForCausalLM", HEAD_DIM),
     "granitemoe": ("GraniteMoeForCausalLM", {**EXPERTS, "num_local_experts": 4}),
     "helium": ("HeliumForCausalLM", HEAD_DIM),
@@ -213,7 +235,7 @@ def save(model: nn.Module, folder: Path) -> None:
 
 HEADS = (
     "num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "num_heads", "attention_heads",
-    "encoder_attention_heads", "decoder_attention_heads",
+    "encoder_attention_heads", "decoder_attention_heads", "num_kv_heads",
 )  # fmt: skip
 
 

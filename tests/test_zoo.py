@@ -67,6 +67,8 @@ def test_the_page_counts():
             beyond=True,
             collectives={"forward": {"all-reduce": 4}},
             tolerance=1e-9,
+            labels=True,
+            tokens="same",
         ),
         Result("b", 2, "exact", fraction=0.5, whole=[("h.*.w", 500, "softmax over dim 1 (model.py:3:4)")]),
         Result("c", 2, "refused", why="error[AT320]: it cannot be traced\n  --> model.py:1:1"),
@@ -79,7 +81,8 @@ def test_the_page_counts():
     assert "- c, tp 2, refused: error[AT320]: it cannot be traced\n" in page
     assert "- d: ValueError: no\n" in page
     assert "| 1 | softmax over dim … | b, model.py:3:4 |" in page
-    assert "| a | 2 | exact | 95.0% | 4 / 0 |" in page
+    assert "| a | 2 | exact | 95.0% | 4 / 0 |  | 0e+00 / 0e+00 | 1e-09 | same | same |" in page
+    assert "| the same tokens from `generate()` with a cache | 1 |" in page
     assert set(ENDS) >= {r.end for r in results}
 
 
@@ -89,6 +92,7 @@ def test_exact_on_simulated_ranks(kind):
     result = attempt(kind, 2)
     assert result.end == "exact", result.why
     assert result.beyond and result.fraction >= 0.9
+    assert (result.labels, result.tokens) == (kind != "bart", "same")  # whose layer drop draws numbers
 
 
 def _random(kind):

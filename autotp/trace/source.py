@@ -5,10 +5,10 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -84,12 +84,13 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-Function = TypeVar("Function", bound=FunctionType)
+Function = TypeVar("Function", bound=Callable[..., Any])
 _OUTERMOST: set[int] = set()  # ids of the code of functions that live as long as this module
 
 
 def outermost(function: Function) -> Function:
     """Mark the function that runs a model: the lines that called it are none of the model's."""
+    assert isinstance(function, FunctionType)
     _OUTERMOST.add(id(function.__code__))
     return function
 

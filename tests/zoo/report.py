@@ -53,6 +53,10 @@ def _head(results: Sequence[Result], total: int) -> Iterator[str]:
             r.end == "exact" and r.fraction >= MOST
         ),
         "exact with call-site edits": lambda r: r.end == "exact" and r.edits > 0,
+        "exact with `labels=` in train mode: the loss, and every gradient": lambda r: (
+            r.end == "exact" and r.labels
+        ),
+        "the same tokens from `generate()` with a cache": lambda r: r.tokens == "same",
         "refused, with a message": lambda r: r.end == "refused",
         "wrong": lambda r: r.end == "wrong",
         "another exception than autotp's": lambda r: r.end == "foreign",
@@ -77,6 +81,9 @@ def _refused(results: Sequence[Result]) -> Iterator[str]:
         yield "None."
     for result in bad:
         yield f"- {result.kind}, tp {result.tp}, {result.end}: {_plain(result.why)}"
+    for result in results:
+        if result.tokens.startswith("refused"):
+            yield f"- {result.kind}, tp {result.tp}, `generate()` {_plain(result.tokens)}"
     yield ""
     unbuilt = sorted({(r.kind, _plain(r.why)) for r in results if r.end == "unbuilt"})
     if unbuilt:
@@ -115,18 +122,28 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
     yield ""
     yield (
         "Share: of the matrix bytes. Collectives of one rank: forward / backward of the traced forward. "
-        "Edits: changed lines of the model's code. Difference: of outputs / of gradients (relative)."
+        "Edits: changed lines of the model's code. Difference: of outputs / of gradients (relative). "
+        "Labels: whether the loss of a forward with `labels=` in train mode was compared, too (it is not "
+        "where that forward draws random numbers, or the model takes no labels). Tokens: what greedy "
+        "generation with a cache gave; empty where the unsharded model does not generate."
     )
     yield ""
-    yield "| architecture | tp | | share | collectives | edits | difference | tolerance |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| architecture | tp | | share | collectives | edits | difference | tolerance | labels | tokens |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for r in sorted(results, key=lambda r: (r.kind, r.tp)):
         if r.end == "unbuilt":
             continue
         forward, backward = (sum(r.collectives.get(p, {}).values()) for p in ("forward", "backward"))
         numbers = f"{r.output:.0e} / {r.gradient:.0e} | {r.tolerance:.0e}" if r.tolerance else " | "
         moves = f"{forward} / {backward}"
-        yield f"| {r.kind} | {r.tp} | {r.end} | {r.fraction:.1%} | {moves} | {r.edits or ''} | {numbers} |"
+        line = f"| {r.kind} | {r.tp} | {r.end} | {r.fraction:.1%} | {moves} | {r.edits or ''} | {numbers} "
+        yield line + f"| {'same' if r.labels and r.end == 'exact' else ''} | {_told(r.tokens)} |"
+
+
+def _told(tokens: str) -> str:
+    """How generation ended, in a word."""
+    word = tokens.partition(":")[0]
+    return "" if word == "none" else word
 
 
 def _general(message: str) -> str:

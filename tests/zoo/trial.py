@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autotp.diagnostic import AutotpError, errors
 from autotp.trace.inputs import make
 from autotp.verification import compare
 from tests.zoo.build import build
+from tests.zoo.tokens import tokens
 
 __all__ = ["ENDS", "Result", "attempt", "from_data"]
 
@@ -32,7 +33,8 @@ class Result:
     """How one architecture ended on `tp` ranks.
 
     `fraction` is the share of matrix bytes that is sharded, `beyond` whether more than embeddings and heads
-    is. `collectives` are those of one rank's forward and backward. `whole` are (collapsed name, bytes, why).
+    is. `collectives` are those of one rank's forward and backward. `labels` says whether the loss of train
+    mode was compared, too, `tokens` what greedy generation gave. `whole` are (collapsed name, bytes, why).
     """
 
     kind: str
@@ -46,6 +48,8 @@ class Result:
     gradient: float = 0.0
     tolerance: float = 0.0
     edits: int = 0
+    labels: bool = False
+    tokens: str = ""
     seconds: float = 0.0
     whole: list[tuple[str, int, str]] = field(default_factory=list)
 
@@ -107,16 +111,21 @@ def _run(model: Any, result: Result) -> None:
     result.edits = sum(
         line.startswith("+") and not line.startswith("+++") for line in analysis.edits.splitlines()
     )
-    crossed = (
-        make(model).crossed if any("with an encoder's states" in mode for mode in analysis.modes) else None
-    )
-    inputs = None if crossed is None else dict(crossed.kwargs)
+    samples = make(model)
+    if samples.crossed is not None and "eval with an encoder's states" in analysis.modes:
+        samples = replace(samples.crossed, labels=samples.labels)
+    inputs = {**samples.kwargs, **samples.labels}
     checked = compare(model, analysis, inputs=inputs, weights="random", dtype=None)
+    result.labels = bool(samples.labels) and "train" in checked.modes
     result.output, result.gradient = checked.max_output_diff, checked.max_grad_diff
     result.tolerance = checked.tolerance if checked.tolerance <= PRECISE else ROUNDED
     close = max(result.output, result.gradient) <= result.tolerance and checked.state_dict_equal
     result.end = "exact" if checked.ok or close else "wrong"
     result.why = "" if result.end == "exact" else str(checked)
+    if result.end == "exact":
+        result.tokens = tokens(model, analysis)
+    if result.tokens == "different":
+        result.end, result.why = "wrong", "generate() gives other tokens"
     if checked.collectives:
         result.collectives = {phase: dict(counts) for phase, counts in checked.collectives[0].items()}
 
