@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("NanoChatForCausalLM", HEAD_DIM),
     "nemotron": ("NemotronForCausalLM", HEAD_DIM),
     "olmo": ("OlmoForCausalLM", {**GROUPED, "clip_qkv": 0.5}),
+    "olmo2": ("Olmo2ForCausalLM", GROUPED),
     "phi": ("PhiForCausalLM", GROUPED),
     "phimoe": ("PhimoeForCausalLM", {**EXPERTS, "num_local_experts": 4}),
     "qwen2": ("Qwen2ForCausalLM", GROUPED),

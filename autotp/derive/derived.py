@@ -93,9 +93,13 @@ class _Deriver:
 
     def run(self, ungathered: Collection[str] | None) -> Derived:
         todo = list(seeds(self.board, self.traces))
-        for seed in todo:
-            if seed.name not in self.failed and not self._is_cut(seed):
-                self._seed(seed)
+        # What is cut without summing the statistics of a norm comes first: a norm before a column layer is to
+        # stay whole, one behind it is not.
+        for statistics in (False, True):
+            self.failed.clear()
+            for seed in todo:
+                if seed.name not in self.failed and not self._is_cut(seed):
+                    self._seed(seed, statistics=statistics)
         for seed in self._large(todo) if ungathered is not None else ():
             if not self._is_cut(seed):
                 assert ungathered is not None
@@ -127,13 +131,13 @@ class _Deriver:
         names = self.board.names.get(seed.name, [seed.name])
         return any(n in self.derived.rules or self.board.key(n) in self.derived.rules for n in names)
 
-    def _seed(self, seed: Seed) -> None:
+    def _seed(self, seed: Seed, *, statistics: bool) -> None:
         derived = self.derived
         if seed.key in self.forbidden:
             return
         found = search(
             seed, self.board, self.trials,
-            accepted=derived.groups, rules=derived.rules, forbidden=self.forbidden,
+            accepted=derived.groups, rules=derived.rules, forbidden=self.forbidden, statistics=statistics,
         )  # fmt: skip
         if not found.rules:
             self._fail(seed, found)

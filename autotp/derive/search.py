@@ -42,11 +42,13 @@ def search(
     accepted: Mapping[str, frozenset[str]],
     rules: Assignment,
     forbidden: Collection[str],
+    statistics: bool = True,
 ) -> Found:
     """The rules that cut `seed` and all that must be cut with it.
 
     `rules` are those accepted so far, `accepted` says which of them go together: a step that needs one takes
-    its group. `forbidden` keys stay whole.
+    its group. `forbidden` keys stay whole. Without `statistics` no end counts in which the ranks sum the
+    statistics of a norm.
     """
     found = Found()
     best: tuple[object, ...] = ()
@@ -69,6 +71,8 @@ def search(
         seen.add(known)
         tries += 1
         outcome = trials.run(assignment)
+        if outcome.clean and outcome.statistics and not statistics:
+            continue
         if outcome.clean:
             worth = (board.nbytes(assignment), -outcome.moved, -len(assignment))
             if not best or worth > best:

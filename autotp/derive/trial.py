@@ -16,6 +16,7 @@ from autotp.propagate.engine import Walk, propagate
 from autotp.propagate.ops import op_name
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.sparse import sparse
+from autotp.styles import is_norm
 from autotp.trace.graph import Trace
 from autotp.units import Fault
 
@@ -26,13 +27,15 @@ __all__ = ["Outcome", "Trials"]
 class Outcome:
     """A conflict and the layouts up to it, or a fault of names and shapes, or neither: what is moved then.
 
-    `moved` counts elements that go through a collective in one forward.
+    `moved` counts elements that go through a collective in one forward; `statistics` says whether those of
+    a norm do.
     """
 
     propagation: Propagation | None = None
     finding: Finding | None = None
     fault: Fault | None = None
     moved: int = 0
+    statistics: bool = False
 
     @property
     def clean(self) -> bool:
@@ -47,6 +50,7 @@ class Trials:
         self.board = board
         self.traces = traces
         self.kinds = {t.name: m.kind for m in board.inventory.modules.values() for t in m.tensors.values()}
+        self.norms = {path for path, module in board.inventory.modules.items() if is_norm(module)}
         self.count = 0
         self._heads: dict[str, int] | None = None
         self._walks: list[Walk] = [sparse(trace, until_conflict=True) for trace in traces]
@@ -88,6 +92,7 @@ class Trials:
         cuts: Mapping[str, Shard] = {self.board.canonical(n): cut for n, cut in matches.layouts.items()}
         reads: Mapping[str, Any] = {}
         regions: Mapping[str, Any] = {}
+        norms = any(key in self.norms for key in assignment)
         outcomes = []
         for trace, walk in zip(self.traces, walks, strict=True):
             found = propagate(
@@ -95,7 +100,8 @@ class Trials:
                 aliases=self.board.first, kinds=self.kinds, reads=reads, regions=regions, engine=walk,
             )  # fmt: skip
             finding = found.findings[0] if found.findings else None
-            outcomes.append(Outcome(found, finding, moved=0 if finding else _moved(found)))
+            moved, statistics = 0 if finding else _moved(found), norms or bool(found.mapped)
+            outcomes.append(Outcome(found, finding, moved=moved, statistics=statistics))
             if finding is not None:
                 break
             cuts, reads, regions = found.cuts, found.reads, found.regions
@@ -116,7 +122,7 @@ def _moved(found: Propagation) -> int:
         for table, places in ((found.trace.entered, region.copied), (found.trace.left, region.reduced)):
             for calls in table.get(path, ()):
                 total += sum(_elements(node) for place, node in calls if place in places)
-    return total
+    return total + 2 * sum(len(how) * _elements(node) for node, how in found.mapped.items())
 
 
 def _elements(node: fx.Node) -> int:
