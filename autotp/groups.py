@@ -14,6 +14,7 @@ The order of Megatron-LM and FairScale. `fully_shard` of torch takes mesh["dp"],
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,21 +31,32 @@ def initialize(tp: int, pp: int = 1, *, device_type: str = "cpu", backend: str |
     """A DeviceMesh with the axes pp, dp, tp over all ranks of the job; dp takes what tp and pp leave.
 
     Initialises torch.distributed from the environment (torchrun's variables) when it is not initialised;
-    `backend` is then its backend (default: torch's own for the device). Every rank calls it alike.
+    `backend` is then its backend (default: torch's own for the device). Every rank calls it alike. A process
+    that nothing started as a rank is a world of one.
 
     Raises UsageError when the world does not divide by tp · pp, with the numbers.
 
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> mesh = initialize(tp=1)
     >>> mesh.mesh_dim_names, tuple(mesh.shape), place(mesh).dp_size
     (('pp', 'dp', 'tp'), (1, 1, 1), 1)
     >>> dist.destroy_process_group()
     """
     for axis, size in (("tp", tp), ("pp", pp)):
+        if type(size) is not int:
+            raise UsageError(f"{axis} must be a whole number, not {size!r}")
         if size < 1:
             raise UsageError(f"{axis} must be at least 1, not {size}")
     if not dist.is_initialized():
-        dist.init_process_group(backend)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        elif tp * pp > 1:
+            raise UsageError(
+                f"one process was started, and tp={tp} × pp={pp} takes {tp * pp}: start it by "
+                f"`torchrun --nproc-per-node {tp * pp} …`"
+            )
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     world = dist.get_world_size()
     dp, rest = divmod(world, tp * pp)
     if rest or dp < 1:

@@ -274,6 +274,9 @@ def test_meshes_that_mean_no_group_are_refused_by_name(ranks) -> None:
         f"a DeviceMesh with 2 axes (no names) has none named 'tp': {remedy}",
     ]
     wrong = "a mesh is a DeviceMesh, a ProcessGroup, a Group or None, not str ('tp')"
+    with pytest.raises(UsageError) as caught:
+        group_of(2)
+    assert str(caught.value) == wrong.replace("str ('tp')", "int (2); autotp.initialize(tp=…) makes a mesh")
     assert first == [*shared, "fine", "fine", wrong]
     assert second == [
         *shared,

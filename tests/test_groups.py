@@ -68,6 +68,23 @@ def test_sizes_that_do_not_fit_are_errors_with_the_numbers(ranks) -> None:
     )
 
 
+def test_a_process_that_nothing_started_as_a_rank(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for tp, text in (
+        (2, "one process was started, and tp=2 × pp=1 takes 2: start it by `torchrun --nproc-per-node 2 …`"),
+        ("2", "tp must be a whole number, not '2'"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            initialize(tp=tp)
+        assert str(caught.value) == text
+    try:
+        group = group_of(initialize(tp=1))
+        assert (group.size, group.exchange("plan")) == (1, ["plan"])
+    finally:
+        dist.destroy_process_group()
+
+
 def of_four(rank: int, size: int, tp: int, pp: int) -> tuple[Place, list[int], float]:
     mesh = initialize(tp=tp, pp=pp)
     group = group_of(mesh)

@@ -205,6 +205,12 @@ def test_mistakes_are_named() -> None:
             simulate(2, call)
         return str(caught.value)
 
+    assert message(lambda g: VocabParallelEmbedding(8, 4.0, group=g)) == (
+        "VocabParallelEmbedding: embedding_dim must be a whole number, not 4.0"
+    )
+    assert message(lambda g: ParallelEmbedding(8, 4, padding_idx=1.0, group=g)) == (
+        "ParallelEmbedding: padding_idx must be a whole number, not 1.0"
+    )
     assert message(lambda g: VocabParallelEmbedding(1, 4, group=g)) == (
         "VocabParallelEmbedding: num_embeddings=1 cannot be dealt to 2 ranks"
     )

@@ -304,6 +304,30 @@ def test_wrong_sizes_are_errors_by_name_and_number() -> None:
     assert message(lambda g: RowParallelLinear(8, 4, group=g)(torch.ones(2, 6))) == (
         "RowParallelLinear: the input has 6 features, in_features=8 (input_is_parallel=False)"
     )
+    assert message(lambda g: RowParallelLinear(8, 4, group=g)(torch.ones(()))) == (
+        "RowParallelLinear: the input has no dims, in_features=8 (input_is_parallel=False)"
+    )
+    assert message(lambda g: ColumnParallelLinear(4, 8, group=g)(torch.ones(2, 6))) == (
+        "ColumnParallelLinear: the input has 6 features, in_features=4"
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes, options, text",
+    [
+        (("4", 8), {}, "in_features must be a whole number, not '4'"),
+        ((4, 8.0), {}, "out_features must be a whole number, not 8.0"),
+        ((4, True), {}, "out_features must be a whole number, not True"),
+        ((-4, 8), {}, "in_features must not be negative, and is -4"),
+        ((4, 8), {"stride": 2.0}, "stride must be a whole number, not 2.0"),
+        ((4, 8), {"sections": [4.0, 4.0]}, "sections=[4.0, 4.0] are not whole numbers"),
+        ((4, 8), {"init_method": None}, "init_method must be a function that fills a tensor, not None"),
+    ],
+)
+def test_what_is_no_size_is_an_error_by_name(sizes: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ColumnParallelLinear(*sizes, **options)
+    assert str(caught.value) == f"ColumnParallelLinear: {text}"
 
 
 # ---- adopted layers ----

@@ -236,6 +236,13 @@ def wrong(call: Any, error: type[Exception] = UsageError) -> str:
 def test_mistakes_are_named() -> None:
     name = "vocab_parallel_cross_entropy"
     target = torch.zeros(3, dtype=torch.int64)
+    for logits in (torch.ones(3, 4, dtype=torch.int64), torch.tensor(1.0)):
+        with pytest.raises(UsageError) as caught:
+            vocab_parallel_cross_entropy(logits, target)
+        assert str(caught.value) == (
+            f"{name}: logits of shape {list(logits.shape)} and {logits.dtype}: floating-point numbers are "
+            "needed, with this rank's ids in the last dim"
+        )
     assert wrong(lambda g: vocab_parallel_cross_entropy(torch.ones(3, 8), target, group=g, vocab_size=8)) == (
         f"{name}: the logits have 8 columns, but rank 0 of 2 holds 4 of vocab_size=8"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -119,3 +120,28 @@ def test_an_owner_needs_a_name() -> None:
         with pytest.raises(UsageError, match="split: owner and name go together"):
             split(torch.ones(2, 4), (4, 8), "linear", **options)
     assert split(torch.ones(2, 4), (4, 8), "linear", bias_attr=False).shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "again, text",
+    [
+        (
+            ((4, 9), "linear", 1),
+            "('linear', 1, 4, 8, True), and this call describes ('linear', 1, 4, 9, True)",
+        ),
+        (
+            ((4, 8), "linear", 0),
+            "('linear', 1, 4, 8, True), and this call describes ('linear', 0, 4, 8, True)",
+        ),
+        (((4, 8), "linear", 1, 1, False), "('linear', 1, 4, 8, True), and this call describes"),
+    ],
+)
+def test_a_name_stands_for_one_layer(again: tuple[Any, ...], text: str) -> None:
+    """Used again for another layer it would give the first one's numbers, and shapes that may fit."""
+    owner = nn.Module()
+    split(torch.ones(2, 4), (4, 8), "linear", 1, owner=owner, name="up")
+    with pytest.raises(UsageError, match=re.escape(f"split: the owner's 'up' is {text}")):
+        split(torch.ones(2, 4), *again, owner=owner, name="up")
+    owner.norm = nn.LayerNorm(4)
+    with pytest.raises(UsageError, match=re.escape("split: the owner's 'norm' is ('LayerNorm',)")):
+        split(torch.ones(2, 4), (4, 8), "linear", 1, owner=owner, name="norm")

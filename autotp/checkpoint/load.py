@@ -7,7 +7,7 @@ rank reads its own slices, each straight into the memory where it stays.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -150,18 +150,15 @@ def _fill(
     if faults:
         do = "tensors do" if len(faults) > 1 else "tensor does"
         raise CheckpointError(f"{home}: {len(faults)} {do} not fit the model:\n" + "\n".join(faults))
-    with ExitStack() as stack:
-        # A buffer that the class computes, and that a checkpoint may miss, is in none.
-        listed = [(names, [name for name in names if name in found]) for names in slots]
-        listed = [(names, in_file) for names, in_file in listed if in_file]
-        for (names, (first, *others)), (_, after) in zip(listed, [*listed[1:], ({}, [])], strict=True):
-            for name in after[:1]:
-                loader.soon(stored[found[name]], memory.layouts.get(name), stack)
-            layout = memory.layouts.get(first)
-            tensor = loader.read(stored[found[first]], layout, stack)
+    # A buffer that the class computes, and that a checkpoint may miss, is in none.
+    listed = [(names, [name for name in names if name in found]) for names in slots]
+    listed = [(names, in_file) for names, in_file in listed if in_file]
+    wanted = [(stored[found[first]], memory.layouts.get(first)) for _, (first, *_) in listed]
+    with closing(loader.all(wanted)) as tensors:
+        for (names, (first, *others)), tensor in zip(listed, tensors, strict=True):
             for other in others:
                 if found[other] != found[first] and not same_bits(
-                    tensor, loader.read(stored[found[other]], layout, stack)
+                    tensor, loader.read(stored[found[other]], memory.layouts.get(first))
                 ):
                     raise CheckpointError(
                         f"{home}: the model ties {other!r} to {first!r}, but their values differ in the "

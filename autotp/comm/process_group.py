@@ -216,10 +216,11 @@ def group_of(mesh: DeviceMesh | dist.ProcessGroup | Group | int | None = None) -
         return _wrapped(dist.group.WORLD, tuple(range(dist.get_world_size())))
     if isinstance(mesh, Group):
         return mesh
-    if isinstance(mesh, dist.ProcessGroup | int):  # an int is what torch gives ranks outside of a new group
+    if isinstance(mesh, dist.ProcessGroup) or given == dist.GroupMember.NON_GROUP_MEMBER:  # torch's, outside
         return _wrapped(mesh, None)
     raise UsageError(
         f"a mesh is a DeviceMesh, a ProcessGroup, a Group or None, not {type(mesh).__name__} ({mesh!r})"
+        + ("; autotp.initialize(tp=…) makes a mesh" if isinstance(mesh, int) else "")
     )
 
 

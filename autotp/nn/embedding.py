@@ -23,7 +23,14 @@ from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.behind import behind
 from autotp.nn.lookup import lookup, renormalise_columns, renormalise_rows
-from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
+from autotp.nn.master import (
+    InitMethod,
+    checked_init,
+    drawn_alike,
+    own_part,
+    shard_of,
+    whole_number,
+)
 from autotp.placement import Shard
 from autotp.trace.delegates import delegates
 
@@ -62,6 +69,11 @@ class _CutEmbedding(nn.Embedding):
         nn.Module.__init__(self)
         layer, sizes, dim = type(self).__name__, (num_embeddings, embedding_dim), self.cut_dim
         group = group_of(group)
+        for name, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+            whole_number(layer, name, size)
+        if padding_idx is not None:
+            whole_number(layer, "padding_idx", padding_idx)
+        checked_init(layer, init_method)
         shard = shard_of(layer, ("num_embeddings", "embedding_dim")[dim], dim, sizes[dim], group.size)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise UsageError(f"{layer}: padding_idx={padding_idx} is outside num_embeddings={num_embeddings}")

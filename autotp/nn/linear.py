@@ -23,7 +23,14 @@ from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.behind import behind
-from autotp.nn.master import InitMethod, drawn_alike, own_part, shard_of
+from autotp.nn.master import (
+    InitMethod,
+    checked_init,
+    drawn_alike,
+    own_part,
+    shard_of,
+    whole_number,
+)
 from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
@@ -56,6 +63,12 @@ class _ParallelLinear(nn.Linear):
         dtype: torch.dtype | None,
     ) -> None:
         nn.Module.__init__(self)
+        layer = type(self).__name__
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            whole_number(layer, name, size)
+            if size < 0:
+                raise UsageError(f"{layer}: {name} must not be negative, and is {size}")
+        checked_init(layer, init_method)
         self.in_features, self.out_features = in_features, out_features
         self.group, self.shard, self.layouts = group, layouts["weight"], layouts
         self.init_method = init_method
@@ -117,6 +130,10 @@ class _ParallelLinear(nn.Linear):
     def extra_repr(self) -> str:
         """in_features and out_features are those of the whole layer."""
         return f"{super().extra_repr()}, tp={self.group.size}"
+
+
+def _features(x: Tensor) -> str:
+    return f"{x.shape[-1]} features" if x.ndim else "no dims"
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -210,6 +227,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out), or (..., out/tp) without `gather_output`."""
+        if input.shape[-1:] != (self.in_features,):
+            raise UsageError(
+                f"ColumnParallelLinear: the input has {_features(input)}, in_features={self.in_features}"
+            )
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shares:  # rows that several ranks hold: their gradient is summed over the holders
@@ -301,10 +322,10 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
         expected = self.weight.shape[1] if self.input_is_parallel else self.in_features
-        if input.shape[-1] != expected:
+        if input.shape[-1:] != (expected,):
             part = f", rank {self.group.rank} of {self.group.size} holds {expected}"
             raise UsageError(
-                f"RowParallelLinear: the input has {input.shape[-1]} features, "
+                f"RowParallelLinear: the input has {_features(input)}, "
                 f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )

@@ -81,6 +81,11 @@ def _own_range(
     name: str, logits: Tensor, group: Group, vocab_size: int | None, shard: Shard | None
 ) -> tuple[int, int]:
     """The first id of this rank's part, and the size of the whole vocabulary."""
+    if not (logits.is_floating_point() and logits.ndim):
+        raise UsageError(
+            f"{name}: logits of shape {list(logits.shape)} and {logits.dtype}: floating-point numbers are "
+            "needed, with this rank's ids in the last dim"
+        )
     local = logits.shape[-1]
     if shard is None:
         whole = local * group.size if vocab_size is None else vocab_size

@@ -18,7 +18,7 @@ from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard, deal, join_pieces
 
-__all__ = ["InitMethod", "drawn_alike", "own_part", "shard_of"]
+__all__ = ["InitMethod", "checked_init", "drawn_alike", "own_part", "shard_of", "whole_number"]
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -36,11 +36,15 @@ def shard_of(
     """How dim `dim` of a weight, `size` elements called `name`, is cut over `tp` ranks.
 
     `stride` equal sections, or `sections` of these sizes, each cut on its own. Parts may be uneven.
-    Raises UsageError when the sizes do not go together.
+    Raises UsageError when the sizes do not go together, or are no whole numbers.
 
     >>> shard_of("layer", "out_features", 0, 8, 2, stride=2).ranges(8, 0)
     [(0, 2), (4, 6)]
     """
+    for what, number in [(name, size), ("stride", stride)]:
+        whole_number(layer, what, number)
+    if sections is not None and not all(type(section) is int for section in sections):
+        raise UsageError(f"{layer}: sections={list(sections)} are not whole numbers")
     if stride < 1:
         raise UsageError(f"{layer}: stride must be at least 1, not {stride}")
     if sections is not None and stride != 1:
@@ -57,6 +61,18 @@ def shard_of(
     shard = join_pieces(dim, [(section, deal(section, tp)) for section in sections])
     assert isinstance(shard, Shard)
     return shard
+
+
+def whole_number(layer: str, name: str, number: object) -> None:
+    """Raise UsageError for a size that is none: torch's own errors name neither layer nor argument."""
+    if type(number) is not int:
+        raise UsageError(f"{layer}: {name} must be a whole number, not {number!r}")
+
+
+def checked_init(layer: str, init_method: object) -> None:
+    """Raise UsageError for an `init_method` that cannot be called."""
+    if not callable(init_method):
+        raise UsageError(f"{layer}: init_method must be a function that fills a tensor, not {init_method!r}")
 
 
 def own_part(whole: Tensor, shard: Shard, rank: int) -> Tensor:

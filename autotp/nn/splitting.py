@@ -48,7 +48,8 @@ def split(
     The layer is kept as the submodule `name` of `owner`, and used again by the next call with that name;
     without an owner each call makes new parameters.
 
-    Raises UsageError for each argument that does not fit, by name and number.
+    Raises UsageError for each argument that does not fit, by name and number; for a name, too, under which
+    the owner has another module.
 
     >>> model = nn.Module()
     >>> split(torch.ones(2, 4), (4, 6), "linear", axis=1, owner=model, name="up").shape
@@ -60,8 +61,7 @@ def split(
     _check(size, operation, axis, num_partitions, ranks, owner, name)
     first, second = size
     if owner is not None and name in owner._modules:
-        layer = owner._modules[name]
-        assert isinstance(layer, nn.Module)
+        layer = _kept(owner._modules[name], name, operation, axis, first, second, gather_out)
     elif operation == "embedding":
         layer = VocabParallelEmbedding(
             first, second, init_method=weight_attr or nn.init.xavier_normal_, group=ranks, device=x.device
@@ -77,6 +77,26 @@ def split(
         raise UsageError(f"split: the input of a column layer has {x.shape[-1]} features, not {first}")
     y: Tensor = layer(x)
     return y
+
+
+def _kept(
+    layer: nn.Module | None, name: str, operation: str, axis: int, first: int, second: int, gather_out: bool
+) -> nn.Module:
+    """The layer of an earlier call, which must be the one that this call describes."""
+    now: tuple[object, ...] = (type(layer).__name__,)
+    if isinstance(layer, VocabParallelEmbedding):
+        now = ("embedding", 0, layer.num_embeddings, layer.embedding_dim, layer.reduce_output)
+    elif isinstance(layer, RowParallelLinear):
+        now = ("linear", 0, layer.in_features, layer.out_features, layer.reduce_output)
+    elif isinstance(layer, ColumnParallelLinear):
+        now = ("linear", 1, layer.in_features, layer.out_features, layer.gather_output)
+    asked = (operation, axis, first, second, gather_out)
+    if layer is None or now != asked:
+        raise UsageError(
+            f"split: the owner's {name!r} is {now}, and this call describes {asked}: operation, axis, size, "
+            "gather_out; give each layer its own name"
+        )
+    return layer
 
 
 def _check(
