@@ -393,6 +393,24 @@ def test_functional_weights():
     assert autotp.verify(models.Functional(), "auto", tp=2, inputs=torch.randn(5, 7, 16)).ok
 
 
+class Positions(nn.Module):
+    """Many tokens and a few positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(1000, 24), nn.Embedding(8, 24)
+
+    def forward(self, ids):
+        return self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+
+
+def test_a_small_table_is_not_worth_a_sum():
+    found, _ = _found(Positions(), inputs=torch.zeros(5, 7, dtype=torch.long))
+    assert _rules(found) == {"tokens": "vocab"}
+    (left,) = found.whole
+    assert left.name == "positions.weight" and left.message.startswith("a small table")
+
+
 class Product(nn.Linear):
     """A linear layer by hand, as Falcon has it."""
 

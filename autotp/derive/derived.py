@@ -104,6 +104,7 @@ class _Deriver:
             if not self._is_cut(seed):
                 assert ungathered is not None
                 self._gather(seed, ungathered)
+        self._leave_small_tables()
         derived = self.derived
         derived.whole = [self._reason(seed) for seed in todo if not self._is_cut(seed)]
         derived.whole += self._unread({seed.name for seed in todo})
@@ -115,6 +116,21 @@ class _Deriver:
             derived.rules = dict(sorted(derived.rules.items(), key=lambda item: order[item[0]]))
             derived.plan = plan_of(derived.rules, self.board)
         return derived
+
+    def _leave_small_tables(self) -> None:
+        """Leave whole the embeddings that would save next to nothing and cost a sum in every forward: tables
+        of positions or token types. Tied ones stay as they are."""
+        rules = self.derived.rules
+        least = LARGE * self.board.nbytes(rules)
+        for key in [k for k, rule in rules.items() if rule.style == "vocab"]:
+            name = self.board.canonical(f"{key}.weight")
+            alone = name not in self.board.names and self.derived.groups[key] == {key}
+            if alone and self.board.nbytes({key: rules[key]}) < least:
+                nbytes = self.board.tensors[name].nbytes
+                self.failed[name] = Reason(
+                    name, nbytes, "a small table, and a sum of its rows in every forward"
+                )
+                del rules[key], self.derived.groups[key]
 
     def _unread(self, read: set[str]) -> list[Reason]:
         """The matrices that no trace reads: a cross attention without another input, a head of its own."""
