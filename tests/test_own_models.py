@@ -1,0 +1,179 @@
+"""Models as people write them, with `"auto"`: five steps of AdamW at tp 2 give the losses of one process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autotp
+from autotp.comm import simulate
+from autotp.rewrite.apply import sharded
+from tests import edited
+from tests.models import randomised
+
+IDS = torch.randint(0, 53, (3, 7), generator=torch.Generator().manual_seed(5))
+
+
+class RMSNorm(nn.Module):
+    """By hand, as llama2.c has it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Attention(nn.Module):
+    """Queries in groups, rotated, normalised over the whole projection; `cross` keys and values are given."""
+
+    def __init__(self, width, heads, kv):
+        super().__init__()
+        self.heads, self.kv, self.size = heads, kv, width // heads
+        self.wq, self.wo = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.wk, self.wv = (nn.Linear(width, kv * self.size, bias=False) for _ in range(2))
+        self.q_norm = RMSNorm(width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q = self.q_norm(self.wq(x)).view(b, t, self.heads, self.size)
+        k, v = (w(x).view(b, t, self.kv, self.size) for w in (self.wk, self.wv))
+        k, v = (h[:, :, :, None].expand(b, t, self.kv, self.heads // self.kv, self.size) for h in (k, v))
+        k, v = (h.reshape(b, t, self.heads, self.size).transpose(1, 2) for h in (k, v))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(b, t, c))
+
+
+class Decoder(nn.Module):
+    """Like llama2.c: gated MLP, norms by hand, a head tied by assignment."""
+
+    def __init__(self, width=48, heads=6, kv=3, wide=67):
+        super().__init__()
+        self.tok = nn.Embedding(53, width)
+        self.att = nn.ModuleList(Attention(width, heads, kv) for _ in range(2))
+        self.w1, self.w3 = (nn.ModuleList(nn.Linear(width, wide, bias=False) for _ in range(2)) for _ in "12")
+        self.w2 = nn.ModuleList(nn.Linear(wide, width, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(RMSNorm(width) for _ in range(5))
+        self.output = nn.Linear(width, 53, bias=False)
+        self.output.weight = self.tok.weight
+
+    def forward(self, ids):
+        x = self.tok(ids)
+        for n in range(2):
+            x = x + self.att[n](self.norms[2 * n](x))
+            h = self.norms[2 * n + 1](x)
+            x = x + self.w2[n](F.silu(self.w1[n](h)) * self.w3[n](h))
+        return self.output(self.norms[4](x))
+
+
+class Captioner(nn.Module):
+    """Like Whisper and a vision transformer: patches, an encoder and a decoder whose head is the table."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.patches = nn.Linear(12, width)
+        self.places = nn.Parameter(torch.zeros(1, 5, width))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.table = nn.Embedding(53, width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.cross, self.fc1, self.fc2 = nn.Linear(width, width), nn.Linear(width, 41), nn.Linear(41, width)
+        self.heads = heads
+
+    def split(self, x):
+        return x.unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
+
+    def forward(self, ids):
+        image = self.patches(torch.linspace(-1, 1, 60, dtype=self.places.dtype).view(1, 5, 12)) + self.places
+        q, k, v = (
+            h.view(*h.shape[:2], self.heads, -1).transpose(1, 2)
+            for h in self.qkv(self.norm1(image)).chunk(3, dim=-1)
+        )
+        image = image + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = self.table(ids)
+        q = self.query(self.norm2(x)).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+        k, v = (
+            w(image).view(1, 5, self.heads, -1).transpose(1, 2).expand(len(ids), -1, -1, -1)
+            for w in (self.key, self.value)
+        )
+        x = x + self.cross(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.fc2(F.gelu(self.fc1(x)))
+        return x @ self.table.weight.T
+
+
+def losses(model):
+    """Five steps."""
+    optimizer, told = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(5):
+        loss = F.cross_entropy(model(IDS).flatten(0, 1), IDS.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        told.append(loss.item())
+    return told
+
+
+@pytest.mark.parametrize(
+    ("build", "whole"),
+    [
+        (edited.NanoGPT, set()),
+        pytest.param(Decoder, set(), marks=pytest.mark.slow),
+        pytest.param(Captioner, {"places", "table.weight"}, marks=pytest.mark.slow),
+    ],
+)
+def test_five_steps_with_auto(build, whole):
+    model = randomised(build())
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(group):
+        mine = autotp.shard(copies[group.rank], "auto", group, inputs=IDS)
+        return losses(mine), set(sharded(mine).layouts)
+
+    wanted, matrices = losses(model), {n for n, p in model.named_parameters() if p.dim() > 1}
+    for told, cut in simulate(2, rank):
+        assert told == pytest.approx(wanted, abs=1e-10)
+        assert matrices - cut <= whole
+
+
+def test_renaming_every_module_changes_nothing(tmp_path, monkeypatch):
+    """The models' own text, with other names for all modules and parameters."""
+    names = [
+        "c_attn",
+        "c_proj",
+        "ln_1",
+        "ln_2",
+        "attn",
+        "c_fc",
+        "mlp_proj",
+        "wte",
+        "wpe",
+        "blocks",
+        "ln_f",
+        "lm_head",
+    ]
+    others = {name: f"zz{n}" for n, name in enumerate(names)}
+    pieces = (edited.CausalSelfAttention, edited.Block, edited.NanoGPT)
+    text = "\n".join(map(inspect.getsource, pieces))
+    for name, other in others.items():
+        text = re.sub(rf"\b{name}\b", other, text)
+    head = "import math\nimport torch\nimport torch.nn.functional as F\nfrom torch import Tensor, nn\n\n"
+    (tmp_path / "renamed_models.py").write_text(head + text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "renamed_models", raising=False)
+    renamed = importlib.import_module("renamed_models").NanoGPT()
+    plain, other = (autotp.analyze(m, "auto", tp=2, inputs=IDS) for m in (edited.NanoGPT(), renamed))
+    assert plain.ok and other.ok and plain.sharded_fraction == other.sharded_fraction == 1.0
+
+    def back(pattern):
+        return ".".join({new: old for old, new in others.items()}.get(p, p) for p in pattern.split("."))
+
+    assert {back(p): rule for p, rule in other.plan.rules.items()} == dict(plain.plan.rules)
