@@ -411,6 +411,24 @@ def test_a_small_table_is_not_worth_a_sum():
     assert left.name == "positions.weight" and left.message.startswith("a small table")
 
 
+class Slopes(Block):
+    """A table of each head's decay, kept as a buffer, as lightning attention has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("decay", torch.rand(6, 7, 7))
+
+    def forward(self, x):
+        q, k, v = (self.part(r)(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for r in "qkv")
+        k, v = (t.repeat_interleave(self.heads // self.kv, dim=1) for t in (k, v))
+        return self.part("o")(((q @ k.mT * self.decay) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_table_of_the_heads_is_cut_with_them():
+    found, _ = _found(Slopes(), inputs=SAMPLE)
+    assert _rules(found)["decay"] == {"style": "column", "dim": 0, "heads": 3}
+
+
 class Product(nn.Linear):
     """A linear layer by hand, as Falcon has it."""
 

@@ -38,7 +38,7 @@ def further(outcome: Outcome, assignment: Assignment, board: Board) -> Iterator[
     """The assignments that cut, too, what a clean one has whole and slices where it is read."""
     for read in outcome.propagation.reads.values() if outcome.propagation is not None else ():
         tensor = board.tensors.get(read.name)
-        if read.shard is None or tensor is None or tensor.role != "parameter" or len(tensor.shape) < 2:
+        if read.shard is None or tensor is None or not tensor.persistent or len(tensor.shape) < 2:
             continue
         options = options_of(read.shard, tensor.shape[read.shard.dim])
         rule = Rule(style="column", dim=read.shard.dim).model_copy(update=options)

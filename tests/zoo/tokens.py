@@ -34,7 +34,7 @@ def tokens(model: Any, analysis: Analysis) -> str:
     try:
         found = simulate(analysis.tp, rank)
     except UnprovenPath as error:
-        return f"refused: {error}"
+        return f"refused: {str(error).rpartition('site-packages/')[2]}"
     return "same" if all(torch.equal(ids, wanted) for ids in found) else "different"
 
 
