@@ -23,7 +23,7 @@ from tests.zoo.trial import Result, attempt, from_data
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".zoo"
-SECONDS = 3600  # for one architecture, on a machine that does other things, too
+SECONDS = 3600  # for one architecture
 MEMORY = 8 << 30
 
 
