@@ -25,8 +25,10 @@ from autotp.rewrite.edits.edit import Edits
 if TYPE_CHECKING:
     from autotp.match import Matches
     from autotp.plan import Plan
+    from autotp.propagate.given import Guard
     from autotp.propagate.reads import Read
     from autotp.propagate.regions import Region
+    from autotp.trace.inputs import Samples
 
 __all__ = ["LAYOUTS", "NAMES_AND_SHAPES", "Analysis", "Branch", "Collective"]
 
@@ -58,6 +60,7 @@ class Analysis:
     - `random`       the modules that draw random numbers on shards, on each rank from its own stream;
                      `random_in_eval` those of them that draw in evaluation, too, and
                      `random_common` modules inside of them that draw what all ranks share
+    - `resting`      modules whose dropout on shards has the rate 0
     - `draws`        in which of "train" and "eval" it draws random numbers that all ranks share
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
@@ -67,6 +70,7 @@ class Analysis:
     - `forward`      a hash of the traced forwards, in which ranks must agree
     - `branches`     branches of functions that handle sharded values which no mode took: not proven
     - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
+    - `given`        the flags and numbers that the forward was given in the traces, and `samples` with what
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
 
@@ -83,6 +87,7 @@ class Analysis:
     random_in_eval: tuple[str, ...] = ()
     random_common: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
+    resting: tuple[str, ...] = ()
     reads: tuple[Read, ...] = ()
     regions: tuple[Region, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()
@@ -93,6 +98,8 @@ class Analysis:
     edits: str = ""
     code: Edits = field(default_factory=Edits)
     plan_name: str = ""
+    given: Guard | None = None
+    samples: Samples | None = None
 
     @property
     def ok(self) -> bool:

@@ -212,6 +212,10 @@ CODES: dict[str, Code] = {
         "One expression of the model's code would have to be two things on a rank.",
         "Let the two uses be two expressions.",
     ),
+    "AT328": Code(
+        "A size that is cut is compared with a size of the input.",
+        "Compare with the whole number, kept in an attribute.",
+    ),
     "AT390": Code(
         "A large matrix stays whole on every rank, and no rule says so.",
         "Shard it, or accept it by `replicate`.",

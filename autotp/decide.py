@@ -68,8 +68,9 @@ def decide_with_proof(
         return replace(analysis, reads=tuple(reads)), None
     if not analysis.ok:
         return analysis, None
-    proof = prove(model, analysis.matches, stock, make(model, inputs), every=every)
-    return _proven(analysis, proof), proof
+    samples = make(model, inputs)
+    proof = prove(model, analysis.matches, stock, samples, every=every)
+    return replace(_proven(analysis, proof), samples=samples), proof
 
 
 def derive_with_proof(
@@ -98,7 +99,8 @@ def derive_with_proof(
 
     traces = [] if refused else [trace for _, trace in found.traces]
     (analysis, proof), derived = decide_auto(stock, traces, tp, decided)
-    return replace(analysis, diagnostics=(*analysis.diagnostics, *refused)), proof, derived
+    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused), samples=samples)
+    return analysis, proof, derived
 
 
 def _proven(analysis: Analysis, proof: Proof) -> Analysis:
@@ -116,6 +118,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         random_in_eval=tuple(sorted(proof.random_in_eval)),
         random_common=tuple(sorted(proof.random_common)),
         draws=tuple(sorted(proof.draws)),
+        resting=tuple(sorted(proof.resting)) if proven else (),
         reads=tuple(proof.reads.values()) if proven else (),
         regions=tuple(proof.regions.values()) if proven else (),
         shared=proof.shared if proven else (),
@@ -125,6 +128,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         forward=_digest(proof) if proven else "",
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,
+        given=proof.given if proven else None,
     )
 
 

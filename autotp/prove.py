@@ -25,15 +25,17 @@ from autotp.placement import INVARIANT, Shard, describe, is_whole
 from autotp.propagate import dual
 from autotp.propagate.as_rank import distinct_ranks, trace_rank
 from autotp.propagate.borders import borders
+from autotp.propagate.compared import comparisons
 from autotp.propagate.diagnose import diagnose, rule_line
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
+from autotp.propagate.given import Guard, guard_of
 from autotp.propagate.mapped import counted
 from autotp.propagate.merged import merged, sums
 from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
-from autotp.propagate.regions import Region, guard_of
+from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, marks, same_repeats, spread
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.edits.solve import solve
@@ -64,7 +66,8 @@ class Proof:
     each of their mappings runs in a call of each module, `unreduced` the row layers that leave their outputs
     partial, `branches` those of the code
     that handles sharded values which no mode took. `random_common` are modules inside of those in `random`
-    that draw what all ranks share.
+    that draw what all ranks share, `resting` those whose dropout on a shard has the rate 0.
+    `given` is what the model was called with.
     """
 
     cuts: dict[str, Shard]
@@ -83,9 +86,11 @@ class Proof:
     branches: tuple[Branch, ...] = ()
     random_common: set[str] = field(default_factory=set)
     draws: set[str] = field(default_factory=set)
+    resting: set[str] = field(default_factory=set)
     edits: Edits = field(default_factory=Edits)
     mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
     unreduced: frozenset[str] = frozenset()
+    given: Guard | None = None
 
 
 def prove(
@@ -176,7 +181,10 @@ class _Prover:
         proof.diagnostics += _not_run(found)
 
     def _guard(self, traces: list[Trace]) -> None:
-        """A region of raw tensors may be called as in the traces: another flag may choose another kernel."""
+        """The model, and a region of raw tensors, may be called as in the traces: another flag may choose
+        another way."""
+        if traces and self.proof.cuts:
+            self.proof.given = guard_of("", traces, _sizes(self.samples))
         layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
         raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}
         for path, region in self.proof.regions.items():
@@ -219,7 +227,7 @@ class _Prover:
                     spread(whole, known)
                 _random(whole)
                 if not whole.findings:
-                    whole.findings += borders(whole)
+                    whole.findings += [*borders(whole), *comparisons(whole)]
                 if whole.findings:
                     return {mode: whole}
                 self.proof.cuts, self.proof.reads, self.proof.regions = whole.cuts, whole.reads, whole.regions
@@ -273,7 +281,9 @@ class _Prover:
         proof.random |= whole.random
         inside = (p for p in whole.random_whole if any(_within(p, path) for path in whole.random))
         proof.random_common |= set(inside)
-        if not training:
+        if training:
+            proof.resting |= whole.resting
+        else:
             proof.random_in_eval |= whole.random
         if any(
             draws(n) and not _is_part(whole, n) for n in whole.trace.graph.nodes if n.op == "call_function"
@@ -293,7 +303,7 @@ class _Prover:
             return trace_rank(
                 self.module, mode, whole,
                 shapes=self.shapes, placed=placed, aliases=self.first, rank=rank, guide=guide,
-                layers=self.layers,
+                layers=self.layers if self.repeats else None,
             )  # fmt: skip
 
         ranks = distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)

@@ -6,7 +6,8 @@ rank, the gradient of every parameter and input, and the state_dict merged from 
     max|Δoutput| <= tol · max(1, max|output|)
     max|Δg|      <= tol · max(max|g|, 1e-3 · the largest gradient of the model)      for every parameter
 
-The floor is there because some true gradients are zero (a key's bias before a softmax).
+The floor is there because some true gradients are zero (a key's bias before a softmax). Where
+all are, a typical output stands for the largest gradient.
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ from torch.utils import _pytree as pytree
 
 from autotp.analysis import Analysis
 from autotp.comm import Group, simulate
+from autotp.comm.baton import read_globals, write_globals
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard
-from autotp.propagate.ops import draws
+from autotp.precision import Compared, compared_in
 from autotp.rewrite.apply import apply
 from autotp.slicing import merge, split
-from autotp.trace.capture import capture
-from autotp.trace.inputs import Samples, make
-from autotp.trace.recorder import TraceError, Val, tensors_in
+from autotp.trace.graph import tensors_in
+from autotp.trace.inputs import make
 
 __all__ = ["Verification", "compare"]
 
 FLOOR = 1e-3
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,16 @@ def compare(
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise UsageError("verify computes, so it needs a model with weights; this one is on the meta device")
     base = _prepared(model, weights)
-    base, samples = _in_dtype(base, make(base, inputs), dtype)
+    compared = compared_in(base, make(base, inputs), dtype)
+    base = compared.model
     computed = next((p.dtype for p in base.parameters() if p.is_floating_point()), None)
-    tolerance = _tolerance(base, samples)
-    modes = ["eval"] + ["train"] * ("train" in analysis.modes and not _draws_in_train(base, samples))
+    tolerance = compared.tolerance()
+    if analysis.random_in_eval:
+        raise UsageError(
+            f"{analysis.random_in_eval[0] or type(model).__name__} draws random numbers on shards in eval "
+            "mode, where ranks differ from the unsharded model, so their numbers cannot be compared"
+        )
+    modes = ["eval"] + ["train"] * ("train" in analysis.modes and not analysis.random)
     output = gradient = 0.0
     worst, equal, zero = "", True, []
     collectives: tuple[Mapping[str, Mapping[str, int]], ...] = ()
@@ -105,9 +111,11 @@ def compare(
         base.train(mode == "train")
         alone, *copies = (copy.deepcopy(base) for _ in range(analysis.tp + 1))
 
+        start = read_globals()  # what is drawn for whole values is the same everywhere
         with _no_other(model, base):
-            reference = _run(alone, samples)
-            runs = simulate(analysis.tp, partial(_rank, copies, analysis, samples))
+            reference = _run(alone, compared)
+            write_globals(start)
+            runs = simulate(analysis.tp, partial(_rank, copies, analysis, compared))
         output = max([output, *(_difference(reference.outputs, run.outputs) for run in runs)])
         for name, (diff, is_zero) in _gradients(reference, runs, analysis.layouts).items():
             if diff > gradient or not worst:
@@ -123,10 +131,10 @@ def compare(
     )
 
 
-def _rank(copies: Sequence[nn.Module], analysis: Analysis, samples: Samples, group: Group) -> _Run:
+def _rank(copies: Sequence[nn.Module], analysis: Analysis, compared: Compared, group: Group) -> _Run:
     counted = _Counting(group)
     apply(copies[group.rank], analysis, counted)
-    return _run(copies[group.rank], samples, counted)
+    return _run(copies[group.rank], compared, counted)
 
 
 def _prepared(model: nn.Module, weights: str) -> nn.Module:
@@ -151,56 +159,7 @@ def _prepared(model: nn.Module, weights: str) -> nn.Module:
     return base
 
 
-def _in_dtype(base: nn.Module, samples: Samples, dtype: torch.dtype | None) -> tuple[nn.Module, Samples]:
-    """The model and its inputs in `dtype`: float64 if none is named, unless an op of the model refuses it."""
-    wanted = dtype or torch.float64
-    cast, inputs = copy.deepcopy(base).to(wanted), _cast(samples, wanted)
-    try:
-        with torch.no_grad():
-            copy.deepcopy(cast)(*inputs.args, **inputs.kwargs)
-    except Exception as error:
-        if dtype is not None:
-            raise UsageError(
-                f"{type(base).__name__} does not run in {str(dtype).removeprefix('torch.')}: {error}"
-            ) from error
-        return base, _cast(samples, None)
-    return cast, inputs
-
-
-def _cast(samples: Samples, dtype: torch.dtype | None) -> Samples:
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.detach().to(dtype or value.dtype)
-        return value
-
-    args, kwargs = pytree.tree_map(cast, (tuple(samples.args), dict(samples.kwargs)))
-    return Samples(args, kwargs, samples.origin)
-
-
-def _tolerance(model: nn.Module, samples: Samples) -> float:
-    """By the least precise floating dtype in the traced forward: models upcast to float32 by hand."""
-    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    try:
-        for node in capture(model, samples.args, samples.kwargs).ops():
-            vals = node.meta["val"]
-            for val in vals if isinstance(vals, list) else [vals]:
-                if isinstance(val, Val) and val.dtype in TOLERANCE:
-                    floats.add(val.dtype)
-    except TraceError:
-        pass
-    return max((TOLERANCE.get(d, 1e-5) for d in floats), default=1e-9)
-
-
-def _draws_in_train(model: nn.Module, samples: Samples) -> bool:
-    """Whether a train forward draws random numbers, or may: then train mode cannot be compared."""
-    model.train()
-    try:
-        return any(map(draws, capture(model, samples.args, samples.kwargs).ops()))
-    except TraceError:
-        return True
-
-
-def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -> _Run:
+def _run(model: nn.Module, compared: Compared, counted: _Counting | None = None) -> _Run:
     """One forward and backward; the loss weighs every output element with a fixed random number."""
     leaves: dict[str, Tensor] = {}
 
@@ -210,11 +169,13 @@ def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -
             leaves[f"input {pytree.keystr(path)}"] = value
         return value
 
+    samples = compared.samples
     args, kwargs = pytree.tree_map_with_path(leaf, (tuple(samples.args), dict(samples.kwargs)))
     run = _Run()
     if counted is not None:
         counted.phase("forward")
-    out = model(*args, **kwargs)
+    with compared.running():
+        out = model(*args, **kwargs)
     outputs = [t for _, t, cached in tensors_in(out) if not cached]
     generator = torch.Generator().manual_seed(1)
     loss: Tensor | None = None
@@ -227,7 +188,8 @@ def _run(model: nn.Module, samples: Samples, counted: _Counting | None = None) -
     if counted is not None:
         counted.phase("backward")
     if loss is not None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        with compared.running():  # a checkpoint runs its forward again
+            loss.backward()  # type: ignore[no-untyped-call]
     for name, tensor in (*model.named_parameters(), *leaves.items()):
         if tensor.grad is not None:
             run.gradients[name] = tensor.grad.detach().clone()
@@ -257,6 +219,8 @@ def _gradients(
 ) -> dict[str, tuple[float, bool]]:
     """name -> (relative difference over all ranks, whether the true gradient is zero)."""
     largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    typical = _typical(reference.outputs)
+    largest = largest if largest > 1e-6 * typical else typical  # else all that there is is rounding
     found: dict[str, tuple[float, bool]] = {}
     names = dict.fromkeys([*reference.gradients, *(n for run in runs for n in run.gradients)])
     for name in names:
@@ -273,6 +237,14 @@ def _gradients(
         )
         found[name] = (difference / scale, own <= 1e-12 * largest)
     return found
+
+
+def _typical(outputs: Sequence[Tensor]) -> float:
+    """The median size of an output element, which no masked score moves."""
+    sizes = [t.abs().flatten().to(torch.float64) for t in outputs if t.is_floating_point()]
+    finite = torch.cat(sizes) if sizes else torch.zeros(0)
+    finite = finite[finite.isfinite()]
+    return float(finite.median()) if finite.numel() else 0.0
 
 
 def _merged_equal(base: nn.Module, runs: Sequence[_Run], layouts: Mapping[str, Shard]) -> bool:

@@ -17,6 +17,7 @@ from autotp.match import match
 from autotp.plan import Plan
 from autotp.trace.support import unsupported
 from tests import edited, models
+from tests import test_compared as compared
 from tests import test_silent_faults as faults
 from tests.inventories import ATTENTION, MLP, linear, model, module
 
@@ -241,6 +242,7 @@ EXAMPLES: dict[str, Example] = {
     "AT325": _live(GOOD, Gated),
     "AT326": _live(GOOD, faults.Asking, inputs=torch.ones(2, 16)),
     "AT327": _live(GOOD, edited.TwoNeeds),
+    "AT328": _live(GOOD, lambda: compared.Between(compared.branch), inputs=torch.zeros(2, 17, 8)),
     "AT390": _live(GOOD, Wide),
     "AT391": _live("rules:\n  fc1: replicate\n", models.MLP),
     "AT392": _live("rules:\n  fc1: column\n  fc2: row\n  out: replicate\n", Wide),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from autotp.diagnostic import Diagnostic
+from autotp.diagnostic import Diagnostic, Span
 from autotp.match import Matches, Placed
 from autotp.placement import is_whole
 from autotp.propagate.call import Value
@@ -53,10 +53,15 @@ def diagnose(propagation: Propagation) -> list[Diagnostic]:
             finding.conflict.code,
             _collapsed(finding.node.meta.get("module") or ""),
             _collapsed(finding.conflict.message),
-            str(finding.node.meta.get("source")),
+            str(_source(finding)),
         )
         groups.setdefault(key, []).append(finding)
     return [_diagnostic(found[0], propagation, len(found) - 1) for found in groups.values()]
+
+
+def _source(finding: Finding) -> Span | None:
+    span: Span | None = finding.source or finding.node.meta.get("source")
+    return span
 
 
 def _collapsed(text: str) -> str:
@@ -83,7 +88,7 @@ def _diagnostic(finding: Finding, propagation: Propagation, others: int) -> Diag
         conflict.message,
         module=module,
         plan=blamed.span if blamed is not None else None,
-        source=finding.node.meta.get("source"),
+        source=_source(finding),
         notes=tuple(notes),
         help=(*conflict.help, *_remedies(finding, placed, own, propagation)),
     )

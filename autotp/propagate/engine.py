@@ -23,7 +23,7 @@ from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.joint import joint
 from autotp.propagate.mapped import Mapped, after, copies_of, mapped_statistic, sums_of
 from autotp.propagate.operands import Part, parts_for
-from autotp.propagate.ops import arguments_of, draws, op_name, spoken
+from autotp.propagate.ops import arguments_of, draws, op_name, rests, spoken
 from autotp.propagate.planned import PlannedLayers
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.propagation import Finding, Propagation
@@ -381,6 +381,8 @@ class Engine:
     def _random(self, call: Call, layout: Layout) -> None:
         """Random numbers on a shard must differ from rank to rank, on whole values be the same."""
         if not draws(call.node):
+            if not is_whole(layout) and rests(call.node):
+                self.result.resting.add(call.node.meta["module"])
             return
         if isinstance(layout, Shard) and layout.shared:
             raise Conflict(

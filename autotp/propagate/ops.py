@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["SILENT", "arguments_of", "draws", "name_of", "named_arguments", "op_name", "silent", "spoken"]
+__all__ = [
+    "SILENT",
+    "arguments_of",
+    "draws",
+    "name_of",
+    "named_arguments",
+    "op_name",
+    "rests",
+    "silent",
+    "spoken",
+]
 
 SILENT = frozenset(["contiguous", "alias"])  # ops that may or may not be there, by the strides
 
@@ -40,6 +50,14 @@ def draws(node: fx.Node) -> bool:
     if op_name(node) == "rrelu":
         return bool(named["training"])
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def rests(node: fx.Node) -> bool:
+    """Whether it is a dropout that draws nothing because its rate is 0."""
+    named = arguments_of(node)
+    if op_name(node) == "scaled_dot_product_attention":
+        return not named["dropout_p"]
+    return bool("p" in named and named.get("train") and not named["p"])
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autotp.diagnostic import Span
 from autotp.match import Matches
 from autotp.placement import Layout, Shard
 from autotp.propagate.call import Conflict
@@ -22,11 +23,12 @@ __all__ = ["Finding", "Propagation"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A conflict at a node, with the layers that its values come from."""
+    """A conflict at a node, with the layers that its values come from; `source` if it is not the node's."""
 
     node: fx.Node
     conflict: Conflict
     origins: tuple[str, ...]
+    source: Span | None = None
 
 
 @dataclass
@@ -41,7 +43,8 @@ class Propagation:
     values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
     a rank's part, `mapped` the statistics and sums that go through mappings, `unreduced` the row layers that
     leave their outputs partial. `random` and `random_whole` are the
-    modules that draw random numbers on a shard and on whole values, `reached` the layers of the plan that
+    modules that draw random numbers on a shard and on whole values, `resting` those of
+    dropout on a shard of rate 0, `reached` the layers of the plan that
     ran, `copied` the column layers whose input has a gradient to sum, with those inputs, `uncopied` those
     whose input's gradient is a part; `repeated` are the copied layers that repeat others, with their inputs'
     names.
@@ -63,6 +66,7 @@ class Propagation:
     findings: list[Finding] = field(default_factory=list)
     random: set[str] = field(default_factory=set)
     random_whole: set[str] = field(default_factory=set)
+    resting: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
     copied: dict[str, list[fx.Node]] = field(default_factory=dict)
     uncopied: set[str] = field(default_factory=set)

@@ -14,57 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, is_whole
 from autotp.propagate.call import with_gradient
+from autotp.propagate.given import Guard
 from autotp.trace.graph import Trace
 
-__all__ = ["Guard", "Region", "border", "guard_of", "left", "regions_around", "regions_for"]
+__all__ = ["Region", "border", "left", "regions_around", "regions_for"]
 
 Call = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class Guard:
-    """What the calls of a region were given in the traces: argument -> the flags, numbers and None that were
-    seen there, or "a tensor". Any number may stand at the `free` ones: there are sizes of the inputs."""
-
-    seen: Mapping[str, frozenset[str]]
-    free: frozenset[str] = frozenset()
-
-    def unseen(self, given: Mapping[str, Any]) -> str:
-        """What of a call no trace has shown; "" for a call like the traced ones."""
-        new = [
-            f"{place}={_flag(value)}"
-            for place, value in given.items()
-            if _flag(value) not in self.seen.get(place, ()) and not (_is_number(value) and place in self.free)
-        ]
-        return ", ".join(new)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
-
-
-def _flag(value: Any) -> str:
-    return "a tensor" if isinstance(value, type) else repr(value)
-
-
-def guard_of(path: str, traces: Iterable[Trace], sizes: Iterable[int]) -> Guard:
-    """The guard of a region from all traced calls. Whole numbers that are multiples of a size of the inputs
-    change with the inputs, and are no flags."""
-    sizes = [size for size in sizes if size > 1]
-    seen: dict[str, set[str]] = {}
-    free: set[str] = set()
-    for given in (given for trace in traces for given in trace.given.get(path, [])):
-        for place, value in given.items():
-            seen.setdefault(place, set()).add(_flag(value))
-            if isinstance(value, int) and _is_number(value) and any(value % size == 0 for size in sizes):
-                free.add(place)
-    return Guard({place: frozenset(flags) for place, flags in seen.items()}, frozenset(free))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def spread(whole: Propagation, before: Mapping[str, Any]) -> None:
         for names in _twins(repeats, table):
             for name, twin in names:
                 table[twin] = _renamed(table[name], twin)
-    for paths in (whole.reached, whole.random, whole.random_whole, whole.uncopied):
+    for paths in (whole.reached, whole.random, whole.random_whole, whole.resting, whole.uncopied):
         paths |= {twin for names in _twins(repeats, paths) for _, twin in names}
     for number, repeat in enumerate(repeats):
         given = dict(repeat.given)

@@ -25,6 +25,8 @@ from autotp.nn.shared import SharedCopy
 from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_common_stream, use_rank_stream
+from autotp.rewrite.called import Called
+from autotp.rewrite.rates import watch_rates
 from autotp.rewrite.same_inputs import compare_inputs
 from autotp.rewrite.specialise import specialise
 from autotp.rewrite.undo import Change, changes, snapshot
@@ -119,12 +121,20 @@ def apply(
         for path in analysis.random_common:
             around = min((p for p in analysis.random if not p or path.startswith(f"{p}.")), key=len)
             use_common_stream(model.get_submodule(path), model.get_submodule(around))
+        for path in analysis.resting:
+            watch_rates(model, path)
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
         compare_inputs(model, group, check_inputs, analysis.draws)
+        guard = Called(model, analysis) if cut and analysis.given is not None else None
+        if guard is not None:
+            model.register_forward_pre_hook(guard, with_kwargs=True)
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save
-    remember(model, replace(remembered, changes=changes(model, before)))
+    changed = changes(model, before)
+    if group.size > 1 and guard is not None:
+        guard.changes = changed
+    remember(model, replace(remembered, changes=changed))
     return model
 
 

@@ -10,7 +10,7 @@ class keeps its name, `isinstance` holds, deepcopy and pickle make it anew.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 from autotp import mappings
 from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath
+from autotp.propagate.given import flag
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.edits.bind import methods
 from autotp.rewrite.edits.edit import Edits
 from autotp.trace.graph import called, given_in, named_place, parameters_of, tensors_in
 
-__all__ = ["specialise"]
+__all__ = ["also_given", "specialise"]
 
 _KEY = "_autotp_own"
 
@@ -76,6 +77,14 @@ def specialise(
         module = model.get_submodule(path)
         module.__class__ = made[path]
         module.__dict__[_KEY] = own
+
+
+def also_given(model: nn.Module, regions: Iterable[Region]) -> None:
+    """Let the regions of a model be called as further traces have shown, too."""
+    for region in regions:
+        own: _Own = model.get_submodule(region.path).__dict__[_KEY]
+        if own.region is not None and own.region.guard is not None and region.guard is not None:
+            own.region = replace(own.region, guard=own.region.guard | region.guard)
 
 
 _Described = tuple[type[nn.Module], tuple[str, ...], bool, Edits, int, Group | None]
@@ -160,12 +169,13 @@ def _forward(inner: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _guarded(region: Region, unseen: str) -> None:
+def _guarded(region: Region, unseen: Mapping[str, Any]) -> None:
     """Raise for a call that no trace has shown: another flag, a tensor for None."""
     if unseen:
+        told = ", ".join(f"{place}={flag(value)}" for place, value in unseen.items())
         raise UnprovenPath(
             f"{region.path or 'the model'} is called in another way than when its plan was proven: with "
-            f"{unseen}; shard the model with inputs= that call it this way"
+            f"{told}; shard the model with inputs= that call it this way"
         )
 
 

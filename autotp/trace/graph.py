@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from autotp.diagnostic import Span
+from autotp.trace.noted import Compared, plain
 
 __all__ = [
     "GRADIENT", "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "given_in",
@@ -115,7 +116,7 @@ class Trace:
     the (last) forward, `stored` what tensors the forward left on attributes of modules, `opaque` the modules
     that were not looked into, `route` how the trace was made: "recorder" or "export". `repeats` are the
     layers whose ops are left out, since another layer's say the same; what they give is read through
-    `REPEATED` nodes.
+    `REPEATED` nodes. `compared` are the sizes that the model's code compares.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -131,6 +132,7 @@ class Trace:
     opaque: tuple[str, ...] = ()
     route: str = "recorder"
     repeats: list[Repeat] = field(default_factory=list)
+    compared: list[Compared] = field(default_factory=list)
 
     def ops(self) -> list[fx.Node]:
         """The recorded op calls, in order."""
@@ -187,7 +189,7 @@ def numbers_in(out: Any, name: str = "") -> dict[str, Any]:
     {'[1].width': 3, '[2]': None}
     """
     return {
-        place: value
+        place: plain(value)
         for place, value, _ in _leaves(out, name, False, False)
         if value is None or isinstance(value, _NUMBERS)
     }
@@ -244,13 +246,13 @@ def given_in(args: Any, name: str = "") -> dict[str, Any]:
     elif isinstance(args, torch.Tensor):
         return {name: torch.Tensor}
     else:
-        return {name: args} if args is None or isinstance(args, _NUMBERS) else {}
+        return {name: plain(args)} if args is None or isinstance(args, _NUMBERS) else {}
     found: dict[str, Any] = {}
     for where, part in parts:
         if isinstance(part, torch.Tensor):
             found[where] = torch.Tensor
         elif part is None or isinstance(part, _NUMBERS):
-            found[where] = part
+            found[where] = plain(part)
         elif isinstance(part, _NESTED):
             found |= given_in(part, where)
     return found

@@ -8,7 +8,7 @@ comes from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,20 @@ class Samples:
     also: tuple[Samples, ...] = ()
     pair: Samples | None = None
     crossed: Samples | None = None
+
+    def with_argument(self, place: str, value: Any, position: int | None) -> Samples:
+        """The same calls, with a value for the argument of that name, or at that position."""
+        args, kwargs = self.args, dict(self.kwargs)
+        if position is not None and position < len(args):
+            args = (*args[:position], value, *args[position + 1 :])
+        else:
+            kwargs[place] = value
+
+        def changed(other: Samples) -> Samples:
+            return other.with_argument(place, value, position)
+
+        pair = None if self.pair is None else changed(self.pair)
+        return replace(self, args=args, kwargs=kwargs, also=tuple(map(changed, self.also)), pair=pair)
 
     @classmethod
     def given(cls, inputs: Any) -> Samples:
@@ -67,6 +81,6 @@ def make(module: nn.Module, inputs: Any = None) -> Samples:
     from autotp.trace.meets import found
 
     if inputs is not None:
-        return Samples.given(inputs)
+        return inputs if isinstance(inputs, Samples) else Samples.given(inputs)
     made = from_config(module)
     return made if made is not None else found(module)

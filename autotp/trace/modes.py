@@ -147,6 +147,8 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                 result.covered[mode.name] = known
                 for path, calls in trace.given.items():
                     traces[known].given.setdefault(path, []).extend(calls)
+                new = [one for one in trace.compared if one not in traces[known].compared]
+                traces[known].compared += new
             else:
                 traces[mode.name] = trace
                 result.traces.append((mode, trace))
@@ -239,8 +241,11 @@ def _decode(module: nn.Module, samples: Samples, inference: Mode) -> Mode | None
     ids = samples.kwargs.get("decoder_input_ids", samples.kwargs.get("input_ids"))
     if cache is None or samples.args or not isinstance(ids, torch.Tensor):
         return None
-    kwargs = {**samples.kwargs, "use_cache": True}
-    step = _DecodeStep(cache, dict(samples.kwargs))
+    names = inspect.signature(module.forward).parameters
+    generating = {"logits_to_keep": 1, "return_dict": True}  # as `generate` calls it
+    more = {name: value for name, value in generating.items() if name in names or "kwargs" in names}
+    kwargs = {**samples.kwargs, **more, "use_cache": True}
+    step = _DecodeStep(cache, {**samples.kwargs, **more})
     return Mode("decode", (), kwargs, False, then=step, optional=True, otherwise=inference)
 
 
@@ -256,6 +261,9 @@ class _DecodeStep:
         if filled is None:
             raise ValueError("the forward returns no cache")
         given: dict[str, Any] = {self.cache: filled, "use_cache": True}
+        given |= {
+            name: self.kwargs[name] for name in ("logits_to_keep", "return_dict") if name in self.kwargs
+        }
         mask = self.kwargs.get("attention_mask")
         decoder = self.kwargs.get("decoder_input_ids")
         if decoder is not None:

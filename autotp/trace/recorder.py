@@ -11,6 +11,7 @@ After a recording, succeeded or failed, the module is as it was.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -31,10 +32,12 @@ from autotp.trace.graph import (
     TraceError,
     Val,
     numbers_in,
+    parameters_of,
     tensors_in,
 )
 from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
+from autotp.trace.noted import noting
 from autotp.trace.remembered import Forgotten, Remembered
 from autotp.trace.sameness import Different
 from autotp.trace.source import outermost
@@ -155,12 +158,20 @@ def _record(
             recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
             stack.enter_context(functions(recorder))
+            args, kwargs = fakes.args, fakes.kwargs
+            if not shapes:  # a rank's comparisons are those of the whole model
+                notes = stack.enter_context(noting(recorder.size_owner))
+                recorder.trace.compared = notes.compares
+                names = [name for name, _ in parameters_of(module.forward)]
+                named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
+                args = tuple(notes.argument(name, value) for name, value in named)
+                kwargs = {name: notes.argument(name, value) for name, value in kwargs.items()}
             stack.enter_context(hooks.asked(recorder.asked))
             stack.enter_context(hooks.python_dispatcher())
             stack.enter_context(recorder)
             stack.enter_context(watching(tracer))
             try:
-                out = module(*fakes.args, **fakes.kwargs)
+                out = module(*args, **kwargs)
                 if then is not None:
                     recorder.finish(out)
                     recorder.trace.calls = {}
@@ -240,6 +251,13 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             return self._remembered.run(func, args, kwargs)
         finally:
             self.running = was
+
+    def size_owner(self, tensor: torch.Tensor) -> str | None:
+        """What a size is said to come from; nothing, where a layer is only compared with another."""
+        if not self.recording or self.repeats.following is not None:
+            return None
+        with hooks.aside():
+            return self.place_of(tensor)
 
     def asked(self) -> None:
         """Code asks a tensor how autograd sees it."""

@@ -34,6 +34,7 @@ from autotp.trace.branches import unwatched
 from autotp.trace.graph import Repeat, tensors_in
 from autotp.trace.hooks import Symbolic, aside
 from autotp.trace.layers import Layers
+from autotp.trace.noted import plain
 from autotp.trace.sameness import (
     PLAIN,
     Border,
@@ -51,6 +52,9 @@ from autotp.trace.sameness import (
 )  # fmt: skip
 
 __all__ = ["Different", "Repeats"]
+
+
+_OWN = ("torch", "autotp.trace.")  # where functions are that read nothing but what they are given
 
 
 class Repeats:
@@ -198,7 +202,7 @@ class Repeats:
         if run is None or not run.kind.sound:
             return function(*args, **kwargs)
         now = state()
-        if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch"):
+        if isinstance(function, types.FunctionType) and not function.__module__.startswith(_OWN):
             run.kind.sound = False  # a person's own function, which may read anything
         run.given.clear()
         run.wrote = False
@@ -270,8 +274,9 @@ def _told(value: Any, depth: int = 0) -> Any:
         return tuple(_told(v, depth + 1) for v in value)
     if isinstance(value, Mapping) and depth < 4:
         return tuple((k, _told(v, depth + 1)) for k, v in value.items())
-    if type(value) in PLAIN:
-        return type(value), value
+    number = plain(value)
+    if type(number) in PLAIN:
+        return type(number), number
     return type(value)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autotp.trace.hooks import Template, like
+from autotp.trace.noted import plain
 
 __all__ = [
     "GHOST", "PLAIN", "Border", "Different", "Following", "Ghost", "Kind", "Line", "Noting", "Recorder",
@@ -184,13 +185,16 @@ class Noting(_Run):
             return Ref(self.noted(value))
         kind = type(value)
         if kind in (tuple, list, torch.Size):
-            return kind([self.spec(v) for v in value]) if kind is not torch.Size else value
+            return kind([self.spec(v) for v in value]) if kind is not torch.Size else kind(map(plain, value))
         if kind is dict:
             return {k: self.spec(v) for k, v in value.items()}
         if kind is slice:
             return slice(*(self.spec(v) for v in (value.start, value.stop, value.step)))
         if kind in PLAIN:
             return value
+        number = plain(value)
+        if type(number) in PLAIN:
+            return number
         raise Unsound
 
     def result(self, out: Any) -> Any:
@@ -263,8 +267,10 @@ class Following(_Run):
         """Whether a value is the one that was noted."""
         kind = type(value)
         if kind is not type(spec):
-            is_tensor = isinstance(spec, Ref) and isinstance(value, torch.Tensor)
-            return is_tensor and self.number(value) == spec
+            if isinstance(value, torch.Tensor):
+                return isinstance(spec, Ref) and self.number(value) == spec
+            number = plain(value)
+            return number is not value and self.same(spec, number)
         if kind in (tuple, list):
             if len(spec) != len(value):
                 return False

@@ -119,6 +119,17 @@ class Values:
         named = self._names.get(id(tensor))
         return None if named is None else named[0]
 
+    def place_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor's node, or `=` and the name of a tensor of the model; None for any other."""
+        ghost = tensor.__dict__.get(GHOST)
+        node = self._nodes.get(id(tensor)) if ghost is None else ghost.source
+        if node is None and (key := self._key(tensor)) is not None:
+            node = self._memory.get(key)
+        if node is not None:
+            return f"={node.meta['name']}" if node.op == "get_attr" else str(node.name)
+        name = self.name(tensor)
+        return None if name is None else f"={name}"
+
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether it is a fake tensor of which is known where it comes from."""
         if not self._is_fake(tensor):

@@ -1,0 +1,115 @@
+"""Calls of a sharded model with flags, numbers and words that no trace was given."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.comm import simulate
+from autotp.diagnostic import UnprovenPath
+from autotp.rewrite.apply import apply
+
+PLAN = {"fc1": {"style": "column", "heads": 4}, "fc2": "row"}
+X = torch.linspace(-1, 1, 2 * 5 * 8).reshape(2, 5, 8)
+
+
+TABLE = {"plain": torch.tanh, "more": torch.exp, "sum": lambda h: h.cumsum(2)}
+
+
+class Flags(nn.Module):
+    """Four heads of three, with ways that depend on plain arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 6)
+
+    def forward(self, x, k=-1, name="plain", start=0, scale=2.0, running=False):
+        h = self.fc1(x[:, start:]).unflatten(-1, (-1, 3)).softmax(k)
+        h = TABLE[name](h).flatten(-2)
+        return self.fc2(h.cumsum(-1) if running else h) * scale
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    """Both ranks of one model, which remember what was proven, and the model itself."""
+    model = Flags()
+    analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)
+    assert analysis.ok
+    ranks = simulate(2, lambda group: apply(copy.deepcopy(model), analysis, group))
+    return model, ranks
+
+
+def _run(sharded, **given):
+    model, ranks = sharded
+    got = simulate(2, lambda group: ranks[group.rank](X, **given))
+    assert all(torch.allclose(y, model(X, **given), atol=1e-5) for y in got)
+
+
+@pytest.mark.parametrize("given", [{}, {"k": 1}, {"name": "more"}, {"start": 2, "scale": 0.5}])
+def test_what_the_proof_holds_for_is_computed(sharded, given):
+    _run(sharded, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "code"), [({"k": 2}, "AT303"), ({"name": "sum"}, "AT303"), ({"running": True}, "AT303")]
+)
+def test_what_it_does_not_hold_for_raises(sharded, given, code):
+    (name, value), *_ = given.items()
+    with pytest.raises(UnprovenPath) as raised:
+        _run(sharded, **given)
+    told = str(raised.value)
+    assert told.startswith(f"Flags is called with {name}={value!r} (it was proven with {name}=")
+    assert f"error[{code}]" in told
+    assert told.endswith(
+        "\n  = help: shard the model with inputs= that call it this way, to see what the plan lacks"
+    )
+
+
+def test_a_number_that_only_whole_values_depend_on_is_proven_once(sharded, monkeypatch):
+    _run(sharded, start=1)
+    monkeypatch.setattr("autotp.decide.decide_with_proof", None)
+    _run(sharded, start=3)
+    guard = next(iter(sharded[1][0]._forward_pre_hooks.values())).guard
+    assert "start" in guard.free and "k" not in guard.free
+
+
+def test_what_the_forward_does_not_take_it_refuses_itself(sharded):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        _run(sharded, other=1)
+
+
+class Rates(nn.Module):
+    """Dropout of rate 0 on a shard: a module's own, and one from an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(8, 12), nn.Dropout(0), nn.Linear(12, 6)
+        self.rate = 0.0
+
+    def forward(self, x):
+        return self.fc2(nn.functional.dropout(self.drop(self.fc1(x)), self.rate, self.training))
+
+
+@pytest.mark.parametrize(("path", "name"), [("drop", "p"), ("", "rate")])
+def test_a_dropout_rate_that_was_zero_may_not_be_raised(path, name):
+    model = Rates()
+    analysis = autotp.analyze(model, {"fc1": "column", "fc2": "row"}, tp=2, inputs=X)
+    assert analysis.ok and analysis.resting == ("", "drop")
+
+    def run(group):
+        copied = apply(copy.deepcopy(model), analysis, group).train()
+        copied(X)
+        setattr(copied.get_submodule(path), name, 0.25)
+        copied.eval()(X)
+        with pytest.raises(UnprovenPath) as raised:
+            copied.train()(X)
+        return str(raised.value)
+
+    assert simulate(2, run)[0] == (
+        f"{path or 'Rates'}: {name} is 0.25, and was 0.0 when the plan was proven: every rank would drop the "
+        "same elements of its own part; set the rate before the model is sharded"
+    )

@@ -1,0 +1,102 @@
+"""Comparisons that come out another way on a rank for some inputs: refused, at the line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autotp
+from autotp.diagnostic import errors
+from autotp.trace.noted import argument, noting, plain
+
+PLAN = {"fc1": "column", "fc2": "row"}
+INPUTS = (torch.zeros(2, 17, 8),)
+
+
+class Between(nn.Module):
+    """Two layers of 8 -> 12 -> 6 with something between."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.fc1, self.fc2, self.between = nn.Linear(8, 12), nn.Linear(12, 6), between
+
+    def forward(self, x):
+        return self.fc2(self.between(x, self.fc1(x)))
+
+
+def branch(x, h):
+    return h.tanh() if x.shape[1] < h.shape[-1] else h
+
+
+def _smaller(x, h):
+    return h * min(h.size(-1) // 2, x.size(1) + 1, 3)
+
+
+def _mixed(x, h):
+    return h.tanh() if h.numel() > 40 else h
+
+
+def _remainder(x, h):
+    return h.tanh() if x.size(1) % h.size()[-1] == 99 else h
+
+
+def _bound(x, h):
+    return h[..., : x.shape[1]]
+
+
+def _parts(x, h):
+    return h.split(x.shape[1], -1)[0]
+
+
+def _root(x, h):
+    return h.tanh() if h.shape[-1] ** 0.5 > x.shape[1] / 100 else h
+
+
+@pytest.mark.parametrize("between", [branch, _smaller, _mixed, _remainder, _bound, _parts, _root])
+def test_a_cut_size_compared_with_a_size_of_the_input_is_refused(between):
+    (found,) = errors(autotp.analyze(Between(between), PLAN, tp=2, inputs=INPUTS).diagnostics)
+    assert found.code == "AT328" and found.source is not None
+    assert found.source.line == between.__code__.co_firstlineno + 1
+
+
+def test_the_words_of_a_refused_comparison():
+    (found,) = errors(autotp.analyze(Between(branch), PLAN, tp=2, inputs=INPUTS).diagnostics)
+    assert found.message == (
+        "a size of which each rank has a part (12 unsharded) is compared with a size of the input (17 in the "
+        "trace): for some inputs it comes out another way on a rank"
+    )
+    assert found.help == ("compare with the whole number: keep it in an attribute of the module",)
+
+
+def _usual(x, h):
+    batch, length, width = h.shape
+    assert h.shape[:-1] == x.shape[:-1] and h.numel() > 0 and len(h)
+    if width % 2 == 1 and length > 3:
+        return h
+    return h.view(batch, length, width)[:, : x.size(1)].view(-1, width).view(h.size())
+
+
+def test_comparisons_of_the_same_kind_of_sizes_are_proven():
+    assert autotp.verify(Between(_usual), PLAN, tp=3, inputs=INPUTS).ok
+
+
+def test_comparisons_are_no_matter_where_nothing_is_cut():
+    gathered = {"fc1": {"style": "column", "gather_output": True}}
+    assert autotp.analyze(Between(branch), gathered, tp=2, inputs=INPUTS).ok
+
+
+def test_noted_numbers_are_numbers():
+    x = torch.zeros(3, 5)
+    with noting(lambda tensor: "x") as notes:
+        rows, columns = x.shape
+        k = notes.argument("k", 4)
+        assert (rows + 1, 2 * columns, rows**2, columns / 2, -rows, divmod(columns, rows)) == (
+            4, 10, 9, 2.5, -3, (1, 2),
+        )  # fmt: skip
+        assert x.view(columns, rows).shape == (5, 3) and {3: "three"}[plain(rows)] == "three"
+        assert torch.arange(rows).tolist() == [0, 1, 2] and f"{rows}" == "3"
+        before = len(notes.compares)
+        assert k > 3
+        assert [one.dims for one in notes.compares[before:]] == [{argument("k")}]
+    assert type(rows + 1) is int and "shape" not in vars(torch.Tensor)
