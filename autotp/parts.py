@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from autotp import mappings
-from autotp.comm import Group
+from autotp.comm import Group, GroupOfOne
 from autotp.cut import local_cut
+from autotp.diagnostic import UsageError
 from autotp.placement import Shard
 from autotp.rewrite.apply import sharded
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["Part", "group_and_cuts", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,29 @@ def parts_of(model: nn.Module) -> dict[int, Part]:
                 if own is not None:
                     found.setdefault(id(own), Part(prefix + name, own, shard, group))
     return found
+
+
+def group_and_cuts(model: nn.Module) -> tuple[Group, dict[str, Shard]]:
+    """The group that a model's parts lie on, and how each cut tensor is cut, by each of its names.
+
+    Of a model that no rank has a part of: a group of one. Raises UsageError for parts on several groups.
+
+    >>> group_and_cuts(nn.Linear(2, 2))
+    (GroupOfOne(), {})
+    """
+    parts = parts_of(model)
+    memories = [memory for module in model.modules() if (memory := sharded(module)) is not None]
+    every = [*(memory.group for memory in memories), *(part.group for part in parts.values())]
+    groups = {id(group): group for group in every}
+    shared = [group for group in groups.values() if group.size > 1]
+    if len(shared) > 1:
+        raise UsageError(
+            f"{type(model).__name__}: its parts are of {len(shared)} groups ({shared[0]} and {shared[1]}), "
+            "and it is written or read by one; take the modules of each group by themselves"
+        )
+    named: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    cuts = {name: parts[id(tensor)].shard for name, tensor in named.items() if id(tensor) in parts}
+    return next(iter([*shared, *groups.values()]), GroupOfOne()), cuts

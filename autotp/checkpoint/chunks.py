@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from autotp.comm import Group, GroupOfOne
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.placement import Shard
 from autotp.slicing import cut
@@ -48,23 +47,16 @@ class Chunks:
     """What is remembered of a model's cuts, and the parameters that a state's keys name."""
 
     def __init__(self, model: nn.Module) -> None:
-        from autotp.rewrite.apply import sharded
+        from autotp.parts import group_and_cuts, parts_of
 
-        memory = sharded(model)
-        self.group: Group = GroupOfOne() if memory is None else memory.group
+        self.group, _ = group_and_cuts(model)
         self.cut: dict[str, Chunked] = {}
         self.names = set(model.state_dict())
-        if memory is None:
-            return
-        first = {
-            id(tensor): name
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if name in memory.layouts
-        }
+        parts = parts_of(model)
         for name, tensor in model.state_dict(keep_vars=True).items():
-            known = name if name in memory.layouts else first.get(id(tensor))
-            if known is not None:
-                self.cut[name] = Chunked(memory.shapes[known], memory.layouts[known], self.group.rank)
+            if id(tensor) in parts:
+                part = parts[id(tensor)]
+                self.cut[name] = Chunked(part.shape, part.shard, self.group.rank)
 
     def cuts(
         self, state: Mapping[str, Any], mappings: Mapping[str, tuple[str | int, ...]]

@@ -23,7 +23,7 @@ from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local
 from autotp.checkpoint.save import ALL_CALL, SLOWEST_SAVE, check_equal, full_tensors, whole_shape
 from autotp.checkpoint.together import together
 from autotp.checkpoint.write import create, write_exactly
-from autotp.comm import Group, GroupOfOne
+from autotp.comm import Group
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.header import Entry, encode_header, read_header
 from autotp.placement import Shard
@@ -41,7 +41,9 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
 
         save_optimizer(model, optimizer, "step-1000/optimizer.safetensors")
     """
-    group, layouts = _group_and_layouts(model)
+    from autotp.parts import group_and_cuts
+
+    group, layouts = group_and_cuts(model)
     path = Path(file)
     with together(group, timeout=ALL_CALL):
         named, cuts = _state(model, optimizer, layouts)
@@ -99,7 +101,9 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
     Each rank reads its own slices. The optimizer has the same groups of parameters, by name; their
     settings are taken from the file. Raises CheckpointError for a file that does not fit.
     """
-    group, layouts = _group_and_layouts(model)
+    from autotp.parts import group_and_cuts
+
+    group, layouts = group_and_cuts(model)
     with together(group, timeout=SLOWEST_SAVE):
         header = read_header(file)
         try:
@@ -126,13 +130,6 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
             position += len(mine)
         state = _read(Path(file), header.tensors, [names[id(p)] for p in order], order, layouts, group)
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _group_and_layouts(model: nn.Module) -> tuple[Group, Mapping[str, Shard]]:
-    from autotp.rewrite.apply import sharded
-
-    memory = sharded(model)
-    return (GroupOfOne(), {}) if memory is None else (memory.group, memory.layouts)
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -18,7 +18,7 @@ from autotp.checkpoint.folder import INDEX, SINGLE
 from autotp.checkpoint.staging import Staging, check_target
 from autotp.checkpoint.together import together
 from autotp.checkpoint.write import create, write_exactly
-from autotp.comm import Group, GroupOfOne
+from autotp.comm import Group
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.header import encode_header
 from autotp.placement import Shard
@@ -34,6 +34,7 @@ SLOWEST_SAVE = 7200.0  # seconds that ranks wait for rank 0 to finish writing; a
 def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int = LARGEST_FILE) -> None:
     """Write a sharded model as the unsharded one would be saved; call it on every rank of its group.
 
+    `model` is one that `autotp.shard` made, or is built from autotp.nn's layers, or both.
     Rank 0 writes `folder`, which must be absent or empty and appears whole or not at all: safetensors
     files of at most `largest_file` bytes with an index where there is more than one, config.json and
     generation_config.json of a transformers model. Tied tensors are written once, under their first name;
@@ -44,11 +45,10 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int =
 
         autotp.save_pretrained(model, "trained")
     """
-    from autotp.rewrite.apply import sharded
+    from autotp.parts import group_and_cuts
 
-    memory, target = sharded(model), Path(folder)
-    group: Group = memory.group if memory is not None else GroupOfOne()
-    layouts = memory.layouts if memory is not None else {}
+    target = Path(folder)
+    group, layouts = group_and_cuts(model)
     slots = slots_of(model)
     named = {next(iter(names)): tensor for names in slots for tensor in [next(iter(names.values()))]}
     with together(group, timeout=ALL_CALL):
