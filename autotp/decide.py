@@ -21,7 +21,8 @@ from autotp.rewrite.edits.diff import diff
 from autotp.shapes import analyze_shapes
 from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
-from autotp.trace.modes import capture_modes, signature
+from autotp.trace.layers import Layers
+from autotp.trace.modes import Captured, capture_modes, signature
 from autotp.trace.support import hooked, unsupported
 
 if TYPE_CHECKING:
@@ -86,9 +87,8 @@ def derive_with_proof(
 
     stock, refused = inventory(model), tuple(unsupported(model))
     samples = make(model, inputs)
-    found = capture_modes(model, samples)
 
-    def decided(plan: Plan) -> tuple[Analysis, Proof | None]:
+    def decided(plan: Plan, found: Captured) -> tuple[Analysis, Proof | None]:
         analysis = analyze_shapes(stock, plan, tp=tp, plan_name="auto")
         found_hooks = tuple(hooked(model, analysis.layouts if tp > 1 else ()))
         analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *found_hooks))
@@ -97,8 +97,10 @@ def derive_with_proof(
         proof = prove(model, analysis.matches, stock, samples, found=found)
         return _proven(analysis, proof), proof
 
-    traces = [] if refused else [trace for _, trace in found.traces]
-    (analysis, proof), derived = decide_auto(stock, traces, tp, decided)
+    def captured(layers: Layers) -> Captured:
+        return Captured() if refused else capture_modes(model, samples, layers)
+
+    (analysis, proof), derived = decide_auto(stock, captured, Layers.of(model), tp, decided)
     analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused), samples=samples)
     return analysis, proof, derived
 

@@ -105,19 +105,22 @@ def prove(
     """Trace `module` in every mode and give every value a layout, on every rank.
 
     `found` are its traces, where there are some already. Layers that repeat each other are recorded once,
-    unless the graph of `every` one is wanted, or there is something to say of any. Never raises for a plan
-    or a model that cannot be proven: the proof's diagnostics say so.
+    unless the graph of `every` one is wanted or `found`, or there is something to say of any. Never raises
+    for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
-    layers = Layers() if every or found is not None else Layers.of(module, marks(matches))
+    every = every or (found is not None and not found.layers.groups)
+    layers = Layers() if every else Layers.of(module, marks(matches))
+    known = found if found is not None and found.layers.groups == layers.groups else None
     with untouched(module), _uncollected():
         if layers.groups:
             prover = _Prover(module, matches, inventory, samples, layers)
             with contextlib.suppress(Unlike, TraceError):
-                prover.run(capture_modes(module, samples, layers))
+                prover.run(known or capture_modes(module, samples, layers))
                 if not prover.repeats or not errors(prover.proof.diagnostics):
                     return prover.proof
+            known = None
         prover = _Prover(module, matches, inventory, samples, Layers())
-        prover.run(capture_modes(module, samples) if found is None else found)
+        prover.run(known or capture_modes(module, samples))
         return prover.proof
 
 

@@ -11,12 +11,14 @@ import transformers
 from torch import nn
 
 import autotp
+from autotp import decide
 from autotp.derive.derived import derive
 from autotp.match import match
 from autotp.propagate.engine import propagate
 from autotp.trace.inputs import make
 from autotp.trace.inventory import inventory
-from autotp.trace.modes import modes
+from autotp.trace.layers import Layers
+from autotp.trace.modes import capture_modes, modes
 from tests import architectures, models
 from tests.test_shipped_plans import MODELS
 
@@ -492,3 +494,53 @@ def test_the_same_on_every_rank():
 def test_one_rank_takes_the_plan_for_two():
     analysis = autotp.analyze(Block(), "auto", tp=1, inputs=SAMPLE)
     assert analysis.ok and len(analysis.plan.rules) == 7
+
+
+class MeanBlock(Block):
+    """A block beside which a rank's own width would scale a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(24, 33), nn.Linear(33, 24)
+
+    def forward(self, x):
+        h = self.fc1(x).relu()
+        return super().forward(x) + self.fc2(h * h.shape[-1] ** -0.5)
+
+
+class Apart(nn.Module):
+    """Layers that look alike, and a matrix that none of them has."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers, self.odd = nn.ModuleList(layer() for _ in range(3)), nn.Linear(24, 24)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.odd(x).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "captures"),
+    [(Block, ["repeats"]), (MeanBlock, ["repeats", "every"])],
+    ids=["proven", "refused"],
+)
+def test_layers_that_repeat_are_recorded_once(layer, captures, monkeypatch):
+    """And all of them where the first plan is not proven; either way the end is that of whole traces."""
+    ran = []
+
+    def noted(model, samples, layers):
+        ran.append("repeats" if layers.groups else "every")
+        return capture_modes(model, samples, layers)
+
+    monkeypatch.setattr(decide, "capture_modes", noted)
+    found = decide.derive_with_proof(Apart(layer), tp=2, inputs=SAMPLE)
+    assert ran == captures
+    monkeypatch.setattr(decide.Layers, "of", lambda module: Layers())
+    whole = decide.derive_with_proof(Apart(layer), tp=2, inputs=SAMPLE)
+    assert found[0].ok and found[0].plan == whole[0].plan and found[0].layouts == whole[0].layouts
+    assert {r.name for r in found[2].whole} == {r.name for r in whole[2].whole}
+    assert {(d.code, d.module) for d in found[0].diagnostics} == {
+        (d.code, d.module) for d in whole[0].diagnostics
+    }

@@ -7,6 +7,7 @@ largest part that is proven, and for each large matrix outside of it a warning w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,8 @@ from autotp.inventory import Inventory
 from autotp.plan import Plan, Rule
 from autotp.propagate.ops import op_name
 from autotp.prove import Proof
-from autotp.trace.graph import Trace
+from autotp.trace.layers import Layers
+from autotp.trace.modes import Captured
 
 __all__ = ["AUTO", "Decided", "decide_auto"]
 
@@ -39,40 +41,72 @@ class _Blamed:
     reason: Reason
 
 
+class _Refused(Exception):
+    """The first plan that was derived is not proven as it stands."""
+
+
 def decide_auto(
-    stock: Inventory, traces: list[Trace], tp: int, decide: Callable[[Plan], Decided]
+    stock: Inventory,
+    capture: Callable[[Layers], Captured],
+    layers: Layers,
+    tp: int,
+    decide: Callable[[Plan, Captured], Decided],
 ) -> tuple[Decided, Derived]:
     """The analysis of the largest plan that was derived and proven, its proof, and how it was derived.
 
-    `decide` is how any plan of this model is decided. Where nothing can be cut the analysis is refused.
+    `capture` gives the model's traces, with `layers` recorded once where they repeat; they will do where the
+    first plan is proven, since what speaks against it may lie in a layer that was left out. `decide` is how
+    any plan of this model is decided. Where nothing can be cut the analysis is refused.
     """
+    if layers.groups:
+        found = capture(layers)
+        repeats = [repeat for _, trace in found.traces for repeat in trace.repeats]
+        if repeats and all(collapsed(r.path) == collapsed(r.of) for r in repeats):
+            with contextlib.suppress(_Refused):
+                return _decided(stock, found, tp, decide, at_once=True)
+    return _decided(stock, capture(Layers()), tp, decide)
+
+
+def _decided(
+    stock: Inventory,
+    captured: Captured,
+    tp: int,
+    decide: Callable[[Plan, Captured], Decided],
+    *,
+    at_once: bool = False,
+) -> tuple[Decided, Derived]:
+    traces = [trace for _, trace in captured.traces]
     ranks = max(tp, 2)  # on one rank anything goes: the plan is then one for two
     forbidden: dict[str, Reason] = {}
     beside: dict[str, Reason] = {}
     ungathered: set[str] = set()
     while True:
         derived = derive(stock, traces, tp=ranks, forbidden=forbidden, beside=beside)
-        decided = None if derived.plan is None else decide(derived.plan)
+        decided = None if derived.plan is None else decide(derived.plan, captured)
         refused = {} if decided is None or decided[0].ok else _refused(derived, *decided)
+        if at_once and (decided is None or not decided[0].ok):
+            raise _Refused
         if not refused:
             break
         forbidden |= refused
         ungathered |= {key for key in refused if derived.rules[key].gather_output}
         for key, reason in refused.items():
             beside |= dict.fromkeys(derived.groups[key], reason)
-    while decided is None or decided[0].ok:  # once more, with large layers whose output is gathered
+    while derived.large and (
+        decided is None or decided[0].ok
+    ):  # once more, with large layers whose output is gathered
         more = derive(
             stock, traces, tp=ranks, forbidden=forbidden, beside=beside, gather=True, ungathered=ungathered
         )
         if more.plan is None or not more.gathered:
             break
-        found = decide(more.plan)
+        found = decide(more.plan, captured)
         if found[0].ok:
             derived, decided = more, found
             break
         ungathered |= more.gathered.keys() & _refused(more, *found).keys() or more.gathered.keys()
     if decided is None:
-        decided = decide(_whole(derived, stock, ranks))
+        decided = decide(_whole(derived, stock, ranks), captured)
     return (_explained(decided[0], derived), decided[1]), derived
 
 

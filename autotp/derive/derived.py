@@ -38,8 +38,8 @@ class Derived:
     """The rules that were found, by full names; those that go together; what stays whole and why.
 
     `alike` maps each key to the key of the place where its rule was found, `gathered` are large layers that
-    are cut though their output is read whole, and why it is. `tries` is how many assignments were
-    propagated.
+    are cut though their output is read whole, and why it is, `large` those that could be. `tries` is how many
+    assignments were propagated.
     """
 
     rules: dict[str, Rule] = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Derived:
     alike: dict[str, str] = field(default_factory=dict)
     whole: list[Reason] = field(default_factory=list)
     gathered: dict[str, Reason] = field(default_factory=dict)
+    large: list[str] = field(default_factory=list)
     plan: Plan | None = None
     tries: int = 0
 
@@ -100,12 +101,14 @@ class _Deriver:
             for seed in todo:
                 if seed.name not in self.failed and not self._is_cut(seed):
                     self._seed(seed, statistics=statistics)
-        for seed in self._large(todo) if ungathered is not None else ():
+        derived, large = self.derived, self._large(todo)
+        derived.large = [seed.key for seed in large]
+        for seed in large if ungathered is not None else ():
             if not self._is_cut(seed):
                 assert ungathered is not None
                 self._gather(seed, ungathered)
         self._leave_small_tables()
-        derived = self.derived
+        todo += self._repeated(todo)
         derived.whole = [self._reason(seed) for seed in todo if not self._is_cut(seed)]
         derived.whole += self._unread({seed.name for seed in todo})
         derived.tries = self.trials.count
@@ -131,6 +134,16 @@ class _Deriver:
                     name, nbytes, "a small table, and a sum of its rows in every forward"
                 )
                 del rules[key], self.derived.groups[key]
+
+    def _repeated(self, todo: list[Seed]) -> list[Seed]:
+        """The matrices of the layers that the traces leave out, since they repeat others."""
+        repeats = {(r.path, r.of): r for trace in self.traces for r in trace.repeats}
+        there = ((repeat.renamed(seed.name), seed) for seed in todo for repeat in repeats.values())
+        return [
+            replace(seed, name=name, key=self.board.key(name))
+            for name, seed in there
+            if name is not None and name in self.board.tensors
+        ]
 
     def _unread(self, read: set[str]) -> list[Reason]:
         """The matrices that no trace reads: a cross attention without another input, a head of its own."""

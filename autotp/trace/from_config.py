@@ -48,10 +48,10 @@ def _crossed(made: _Inputs, kwargs: Mapping[str, Any]) -> Samples | None:
     width = getattr(made.text, "hidden_size", None)
     if "decoder_input_ids" in made.parameters or "input_ids" not in kwargs or not isinstance(width, int):
         return None
-    states = made._floats(made.sizes.batch, made.sizes.decoder, width).to(made.device)
-    for name, value in (("encoder_hidden_states", states), ("encoder_outputs", (states,))):
+    for name in ("encoder_hidden_states", "encoder_outputs"):
         if name in made.parameters:
-            return Samples((), {**kwargs, name: value}, "config")
+            states = made._floats(made.sizes.batch, made.sizes.decoder, width).to(made.device)
+            return Samples((), {**kwargs, name: states if "states" in name else (states,)}, "config")
     return None
 
 

@@ -93,13 +93,14 @@ class Mode:
 class Captured:
     """The traces of a model: those that differ, by mode; the modes that another one covers, with its name;
     the modes that cannot be traced, and of those the guesses (`dropped`), which are no findings; the lines
-    of the model's code that ran in any of them."""
+    of the model's code that ran in any of them; the layers that were recorded once where they repeat."""
 
     traces: list[tuple[Mode, Trace]] = field(default_factory=list)
     covered: dict[str, str] = field(default_factory=dict)
     failed: list[tuple[Mode, TraceError]] = field(default_factory=list)
     dropped: list[tuple[Mode, TraceError]] = field(default_factory=list)
     watched: Watched = field(default_factory=Watched)
+    layers: Layers = field(default_factory=Layers)
 
 
 def modes(module: nn.Module, samples: Samples) -> list[Mode]:
@@ -125,8 +126,8 @@ def modes(module: nn.Module, samples: Samples) -> list[Mode]:
 def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = None) -> Captured:
     """Trace `module` in every mode. A mode that records the same ops on the same values as an earlier one,
     with no more gradients, is covered by it. `layers` are those of `record`."""
-    result = Captured()
     layers = Layers() if layers is None else layers
+    result = Captured(layers=layers)
     seen: dict[Any, str] = {}
     traces: dict[str, Trace] = {}
     for listed in modes(module, samples):
