@@ -218,7 +218,7 @@ def _gradients(
     reference: _Run, runs: Sequence[_Run], layouts: Mapping[str, Shard]
 ) -> dict[str, tuple[float, bool]]:
     """name -> (relative difference over all ranks, whether the true gradient is zero)."""
-    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=0.0)
+    largest = max(map(_size, reference.gradients.values()), default=0.0)
     typical = _typical(reference.outputs)
     largest = largest if largest > 1e-6 * typical else typical  # else all that there is is rounding
     found: dict[str, tuple[float, bool]] = {}
@@ -229,7 +229,7 @@ def _gradients(
         if wanted is None or any(p is None for p in parts):
             found[name] = (float("inf"), False)
             continue
-        own = float(wanted.abs().max()) if wanted.numel() else 0.0
+        own = _size(wanted)
         scale = max(own, FLOOR * largest) or 1.0
         pairs = zip(_parts(wanted, layouts.get(name), len(runs)), parts, strict=True)
         difference = max(
@@ -245,6 +245,11 @@ def _typical(outputs: Sequence[Tensor]) -> float:
     finite = torch.cat(sizes) if sizes else torch.zeros(0)
     finite = finite[finite.isfinite()]
     return float(finite.median()) if finite.numel() else 0.0
+
+
+def _size(gradient: Tensor) -> float:
+    """The largest |element|; a NaN, which the ranks must have in the same places, has none."""
+    return float(torch.nan_to_num(gradient.abs(), nan=0.0).max()) if gradient.numel() else 0.0
 
 
 def _merged_equal(base: nn.Module, runs: Sequence[_Run], layouts: Mapping[str, Shard]) -> bool:

@@ -35,6 +35,19 @@ def test_right_plans_are_exact(factory, plan, tolerance, tp):
     assert len(result.collectives) == tp
 
 
+class Rooted(models.MLP):
+    """The gradient of some features is not a number."""
+
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.fc2(torch.where(h > 0, (h * 0).sqrt(), h))
+
+
+def test_gradients_that_are_no_numbers_are_compared_by_their_places():
+    result = autotp.verify(Rooted(), PLAN, tp=2)
+    assert result.ok and result.max_grad_diff <= 1e-10
+
+
 def test_the_model_is_untouched():
     model = models.MLP().to(torch.float32).train()
     before = copy.deepcopy(model.state_dict())

@@ -84,6 +84,8 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"], "max_position_embeddings": 128, "num_buckets": 2,
         "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4,
     },
+    "RemBertConfig": {"is_decoder": True},
+    "RoFormerConfig": {"is_decoder": True},
     "XmodConfig": {"default_language": "en_XX"},
     "ZambaConfig": {
         "num_hidden_layers": 3, "attention_head_dim": 32,
