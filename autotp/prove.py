@@ -38,6 +38,7 @@ from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, marks, same_repeats, spread
 from autotp.rewrite.edits.edit import Edits
+from autotp.rewrite.edits.slow import slow
 from autotp.rewrite.edits.solve import solve
 from autotp.trace.branches import unreached
 from autotp.trace.graph import Trace, TraceError, tensors_in
@@ -145,7 +146,13 @@ class _Prover:
         self.first = dict(inventory.aliases)
         tensors = inventory.tensors()
         self.shapes = {n: t.shape for n, t in tensors.items()}
-        self.kinds = {t.name: m.kind for m in inventory.modules.values() for t in m.tensors.values()}
+        # A layer of which a rule cuts one tensor by itself is a module of raw tensors.
+        raw = {p.path.rpartition(".")[0] for p in matches.placed.values() if p.target == "tensor"}
+        self.kinds = {
+            t.name: "other" if m.path in raw else m.kind
+            for m in inventory.modules.values()
+            for t in m.tensors.values()
+        }
         # On one rank nothing is cut, and the traces only show that the model runs.
         cuts = matches.layouts if matches.tp > 1 else {}
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
@@ -311,6 +318,8 @@ class _Prover:
 
         ranks = distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)
         if self.repeats:
+            if any(slow(self.module, modes[0][1].cuts)):
+                raise Unlike  # an edit of every layer
             for mode, whole in modes:
                 for rank in ranks:
                     _alike(whole, run(mode, whole, rank, None), rank)

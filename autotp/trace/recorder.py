@@ -41,7 +41,7 @@ from autotp.trace.noted import noting
 from autotp.trace.remembered import Forgotten, Remembered
 from autotp.trace.sameness import Different
 from autotp.trace.source import outermost
-from autotp.trace.surroundings import functions, quiet, same_draws
+from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
 from autotp.trace.untouched import untouched
 from autotp.trace.values import Known, val_of
 
@@ -158,6 +158,7 @@ def _record(
             recorder.watch(before, after, opaque)
             recorder.place(fakes.args, fakes.kwargs)
             stack.enter_context(functions(recorder))
+            stack.enter_context(step_by_step(module))
             args, kwargs = fakes.args, fakes.kwargs
             if not shapes:  # a rank's comparisons are those of the whole model
                 notes = stack.enter_context(noting(recorder.size_owner))

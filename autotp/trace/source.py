@@ -14,7 +14,7 @@ import torch
 
 from autotp.diagnostic import Span
 
-__all__ = ["caller_span", "error_span", "is_library", "line_span", "outermost", "shown"]
+__all__ = ["caller_span", "error_span", "is_editable", "is_library", "line_span", "outermost", "shown"]
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -37,6 +37,19 @@ def is_library(filename: str) -> bool:
     if "site-packages" in filename.rpartition(_LIBRARIES[2])[2]:
         return filename.startswith(_LIBRARIES[:2])
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
+
+
+# What torch wrote of layers as a person would, with sizes of the whole model in it.
+_COMPOSED = frozenset(
+    ["multi_head_attention_forward", "_in_projection", "_in_projection_packed", "MultiheadAttention.forward"]
+)
+
+
+def is_editable(code: CodeType) -> bool:
+    """Whether a function may be edited: one of the model, or of those that torch composes of other layers."""
+    return not is_library(code.co_filename) or (
+        code.co_qualname in _COMPOSED and code.co_filename.startswith(_LIBRARIES[0])
+    )
 
 
 # Keyed by identity: code objects of equal functions in different files compare equal. The code is kept, so

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 from autotp.trace.calls import Calls
+from autotp.trace.source import is_library
 
-__all__ = ["functions", "quiet", "same_draws"]
+__all__ = ["FUSED", "functions", "quiet", "same_draws", "step_by_step"]
 
 
 @contextlib.contextmanager
@@ -26,6 +28,24 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was
+
+
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Layers of torch with one kernel for all that they compute without gradients."""
+
+
+@contextlib.contextmanager
+def step_by_step(root: nn.Module) -> Iterator[None]:
+    """Layers with a fused kernel compute without it what it computes, so that the trace shows it. A class
+    that has a forward of its own around torch's may run otherwise, and is traced as it is."""
+    forwards = [type(module).forward for module in root.modules() if isinstance(module, FUSED)]
+    was = torch.backends.mha.get_fastpath_enabled()
+    if all(is_library(forward.__code__.co_filename) for forward in forwards):
+        torch.backends.mha.set_fastpath_enabled(was and not forwards)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from autotp.comm import Group
 from autotp.rewrite.edits.branches import Branch, Span, branches
 from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
-from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Mapped, Part, Unproven, Whole
+from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Mapped, Part, Slow, Unproven, Whole
 from autotp.rewrite.edits.locate import WRAPPED
 from autotp.rewrite.edits.statistics import mapping_of
 from autotp.rewrite.edits.text import Insert, NoSource, source_of
@@ -152,7 +152,7 @@ def words(edit: Edit) -> tuple[str, ...]:
     return (_WORDS.get(type(edit.wrapper), "local"),)
 
 
-_WORDS: dict[type, str] = {Unproven: "unproven", Part: "part", Whole: "whole"}
+_WORDS: dict[type, str] = {Unproven: "unproven", Part: "part", Whole: "whole", Slow: "slow"}
 
 
 def written(span: Span, kind: str, name: str, operand: str = "") -> list[Insert]:

@@ -133,6 +133,8 @@ def _compiled(
         body = [_class(owner.name, body)]
         if owner.name not in free:  # else the function's use of its own class's name would be the factory's
             body.insert(0, ast.Global([owner.name]))
+    elif not isinstance(tree, ast.Lambda) and code.co_name not in free:
+        body.insert(0, ast.Global([code.co_name]))  # a function that names itself means the module's
     if owner is None and "__class__" in code.co_freevars:
         free.append("__class__")
     factory = ast.FunctionDef(

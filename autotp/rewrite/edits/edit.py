@@ -16,8 +16,8 @@ from autotp.placement import Deal
 from autotp.rewrite.edits.compile import found_again
 
 __all__ = [
-    "Call", "Edit", "Edits", "Function", "Items", "Local", "Mapped", "Part", "Size", "TwoNeeds", "Unproven",
-    "Whole", "Wrapper", "joined",
+    "Call", "Edit", "Edits", "Function", "Items", "Local", "Mapped", "Part", "Size", "Slow", "TwoNeeds",
+    "Unproven", "Whole", "Wrapper", "joined",
 ]  # fmt: skip
 
 
@@ -135,7 +135,12 @@ class Mapped:
     operand: str = ""
 
 
-Wrapper = Local | Items | Part | Unproven | Whole | Mapped
+@dataclass(frozen=True)
+class Slow:
+    """`slow(enabled)`: no, whatever torch says of its fused kernels."""
+
+
+Wrapper = Local | Items | Part | Unproven | Whole | Mapped | Slow
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from autotp.rewrite.edits.locate import NOTHING, Site, located, method_of, numbe
 from autotp.rewrite.edits.text import NoSource
 from autotp.slicing import take
 from autotp.trace.recorder import in_place_of
-from autotp.trace.source import is_library
+from autotp.trace.source import is_editable
 
 __all__ = ["Guide", "Missing"]
 
@@ -280,7 +280,7 @@ class Guide:
         return self._next
 
     def _in_check(self, frames: list[FrameType]) -> Iterator[Edit]:
-        if not frames or is_library(frames[0].f_code.co_filename):
+        if not frames or not is_editable(frames[0].f_code):
             return
         site = located(frames[0], ast.Call, ast.Raise, ast.Assert)
         if site is None:
@@ -294,7 +294,7 @@ class Guide:
             yield placed(frames, 0, self._paths, site.source.span(leaf), Local((size,)))
 
     def _in_call(self, frames: list[FrameType]) -> Iterator[Edit]:
-        level = next((k for k, f in enumerate(frames) if not is_library(f.f_code.co_filename)), None)
+        level = next((k for k, f in enumerate(frames) if is_editable(f.f_code)), None)
         site = located(frames[level], ast.Call) if level is not None else None
         if level is None or site is None:
             return
@@ -364,7 +364,7 @@ def _sites(frames: Sequence[FrameType]) -> Iterator[tuple[int, Site]]:
     """The located expressions of the model's own frames. Helpers that compute for the line that calls them
     (einops) are passed over."""
     for level, frame in enumerate(frames):
-        if is_library(frame.f_code.co_filename):
+        if not is_editable(frame.f_code):
             continue
         site = located(frame)
         if site is not None:
@@ -398,9 +398,7 @@ def placed(
                 )
             )
             return Edit(paths[id(method[0])], method[1], calls, functions[-1], *span, wrapper)
-        above = next(
-            (k for k in range(level + 1, len(own)) if not is_library(own[k].f_code.co_filename)), None
-        )
+        above = next((k for k in range(level + 1, len(own)) if is_editable(own[k].f_code)), None)
         if above is None:
             raise NoSource(f"{code.co_qualname} is called by no method of a module")
         site = located(own[above], ast.Call)

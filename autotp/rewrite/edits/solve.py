@@ -21,6 +21,7 @@ from autotp.propagate.propagation import Finding, Propagation
 from autotp.rewrite.edits.bind import Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Whole, Wrapper
 from autotp.rewrite.edits.guide import Guide
+from autotp.rewrite.edits.slow import slow
 from autotp.rewrite.edits.text import NoSource
 from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
@@ -52,7 +53,12 @@ class _Search:
         self.misplaced = False  # whether an edit of ours is what raised
 
     def run(self) -> tuple[Edits, str, Finding | None]:
-        edits = Edits()
+        try:
+            edits = Edits() | slow(self.module, {name for _, whole in self.modes for name in whole.cuts})
+        except NoSource as error:
+            what = f"a fused kernel of torch would read cut tensors past their mappings: {error}"
+            first = next(n for n in self.modes[0][1].trace.ops())
+            return Edits(), self.modes[0][0].name, Finding(first, Conflict("AT312", what), ())
         plain: tuple[str, int, Finding] | None = None  # what is found before any edit
         for _ in range(ROUNDS):
             self.missing = []

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from autotp.diagnostic import UnprovenPath
-from autotp.rewrite.edits.edit import Items, Local, Part, Size, Unproven, Whole, Wrapper
+from autotp.rewrite.edits.edit import Items, Local, Part, Size, Slow, Unproven, Whole, Wrapper
 from autotp.trace.recorder import in_place_of
 
 __all__ = ["Note", "localised", "swapped", "unproven", "wrapper_of"]
@@ -45,6 +45,8 @@ def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callab
         return unproven(where)
     if isinstance(how, Part):
         return _part(how, rank, where, recorded=note is not None)
+    if isinstance(how, Slow):
+        return lambda enabled: False
     if isinstance(how, Whole):
         return _whole(how.sizes, rank, where, note)
     assert isinstance(how, Items)
