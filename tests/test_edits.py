@@ -9,7 +9,7 @@ import autotp
 from tests import edited
 
 
-@pytest.mark.parametrize(("heads", "tp"), [(6, 2), (3, 2), (7, 3), (6, 4)])
+@pytest.mark.parametrize(("heads", "tp"), [(3, 2), (7, 3)])
 def test_a_nanogpt_is_exact_on_whole_heads(heads, tp):
     model = edited.NanoGPT(heads=heads, layers=1)
     ids = torch.randint(0, 53, (2, 5))

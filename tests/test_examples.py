@@ -49,6 +49,7 @@ def test_every_example_is_tested():
         "02_minilm.py",
         "03_gpt_block.py",
         "04_two_ranks.py",
+        "05_own_code.py",
     ]
 
 
@@ -88,3 +89,11 @@ def test_two_ranks_print_what_they_hold():
     assert "[[0.0, 1.0], [2.0, 3.0]]" in output  # the column weight of rank 0
     assert "[[2.0, 3.0], [6.0, 7.0], [10.0, 11.0]]" in output  # the row weight of rank 1
     assert output.count("[[96.0, 272.0, 448.0]]") == 2
+
+
+@pytest.mark.slow
+def test_own_code():
+    output = run("examples/05_own_code.py")
+    assert output.count("5 heads over 3 ranks: outputs differ by") == 5
+    assert "k = k.view(B, T, local(self.n_head), C // self.n_head).transpose(1, 2)" in output
+    assert "is_fastpath_enabled = slow(torch.backends.mha.get_fastpath_enabled())" in output

@@ -226,7 +226,8 @@ def find_whole(
     for level, site in sites:
         for operand in _operands(site.node):
             for source in (operand, *_assigned(site, operand)):
-                if site.value(source) != got:
+                worth = site.value(source)
+                if not isinstance(worth, (int, float)) or worth != got:
                     continue
                 calls = [n for n in ast.walk(source) if isinstance(n, ast.Call)]  # x.size(-1), len(x)
                 for leaf in (*_leaves(site, source), *calls):
