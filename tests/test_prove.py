@@ -62,15 +62,6 @@ def test_a_forward_that_cannot_be_traced_is_refused():
     assert shapes.ok and shapes.certainty == "names and shapes"
 
 
-def test_the_fast_path_of_a_transformer_layer_is_seen():
-    """In eval without gradients nn.TransformerEncoderLayer hands its weights to one fused kernel."""
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    plan = {"linear1": "column", "linear2": "row"}
-    analysis = autotp.analyze(layer, plan, tp=2, inputs=torch.zeros(3, 5, 16))
-    assert not analysis.ok
-    assert {d.code for d in analysis.diagnostics if d.severity == "error"} <= {"AT304", "AT312"}
-
-
 def test_a_row_layer_does_not_sum_what_several_ranks_hold():
     """A rule of the engine, held by hand: no plan makes such a cut yet."""
     from autotp.match import match
