@@ -52,7 +52,7 @@ def test_exact_with_gradients_and_in_inference(model, heads, inputs, tp):
 
 
 def test_the_fused_kernel_is_kept_from_cut_layers_alone():
-    for plan, count in ((FFN, 2), (attention.plan(5), 3)):  # an attention that is whole may go on as it is
+    for plan, count in ((FFN, 2), (attention.plan(5), 4)):  # an attention that is whole goes on as it is
         analysis = autotp.analyze(attention.Encoder(heads=5), plan, tp=2, inputs=(BATCH_FIRST,))
         slow = [line for line in analysis.edits.splitlines() if "slow(" in line]
         assert analysis.ok and len(slow) == count

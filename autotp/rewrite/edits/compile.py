@@ -55,6 +55,7 @@ def named(source: Source, function: FunctionType, *names: str) -> list[str]:
     node = source.definition(function.__code__)
     used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} if node is not None else set()
     used |= {a.arg for a in ast.walk(node) if isinstance(a, ast.arg)} if node is not None else set()
+    used.add(function.__name__)
     found: list[str] = []
     for name in names:
         number, free = 1, name

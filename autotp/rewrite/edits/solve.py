@@ -21,7 +21,7 @@ from autotp.propagate.propagation import Finding, Propagation
 from autotp.rewrite.edits.bind import Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Whole, Wrapper
 from autotp.rewrite.edits.guide import Guide
-from autotp.rewrite.edits.slow import slow
+from autotp.rewrite.edits.slow import by_itself, slow
 from autotp.rewrite.edits.text import NoSource
 from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
@@ -72,6 +72,7 @@ class _Search:
                 if self.misplaced:
                     return Edits(), plain[0], self._explained(plain[2])
                 more = edits | self._guided(edits, rank) if finding.conflict.code in _EDITABLE else edits
+                more |= by_itself(more)
             except TwoNeeds as error:
                 return edits, mode, _two_needs(finding, error)
             if more == edits:
