@@ -39,16 +39,19 @@ def is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
 
 
-# What torch wrote of layers as a person would, with sizes of the whole model in it.
-_COMPOSED = frozenset(
-    ["multi_head_attention_forward", "_in_projection", "_in_projection_packed", "MultiheadAttention.forward"]
-)
+# What torch and einops wrote of layers as a person would, with sizes of the whole model in it.
+_COMPOSED = frozenset([
+    "multi_head_attention_forward", "_in_projection", "_in_projection_packed", "MultiheadAttention.forward",
+    "Rearrange.forward", "Reduce.forward", "Unflatten.forward", "GroupNorm.forward",
+    "Conv1d._conv_forward", "Conv2d._conv_forward", "Conv3d._conv_forward",
+])  # fmt: skip
 
 
 def is_editable(code: CodeType) -> bool:
-    """Whether a function may be edited: one of the model, or of those that torch composes of other layers."""
+    """Whether a function may be edited: one of the model, or of those that torch and einops compose."""
     return not is_library(code.co_filename) or (
-        code.co_qualname in _COMPOSED and code.co_filename.startswith(_LIBRARIES[0])
+        code.co_qualname in _COMPOSED
+        and (code.co_filename.startswith(_LIBRARIES[0]) or _HELPERS[0] in code.co_filename)
     )
 
 

@@ -16,8 +16,8 @@ from autotp.placement import Deal
 from autotp.rewrite.edits.compile import found_again
 
 __all__ = [
-    "Call", "Edit", "Edits", "Function", "Items", "Local", "Mapped", "Part", "Size", "Slow", "TwoNeeds",
-    "Unproven", "Whole", "Wrapper", "joined",
+    "Axes", "Call", "Edit", "Edits", "Function", "Items", "Local", "Mapped", "Part", "Size", "Slow",
+    "TwoNeeds", "Unproven", "Whole", "Wrapper", "joined",
 ]  # fmt: skip
 
 
@@ -136,11 +136,19 @@ class Mapped:
 
 
 @dataclass(frozen=True)
+class Axes:
+    """`local(pairs)`: of pairs (name, length) each one that has a size of the whole model, as einops' layers
+    keep them."""
+
+    sizes: tuple[tuple[str, Size], ...]
+
+
+@dataclass(frozen=True)
 class Slow:
     """`slow(enabled)`: no, whatever torch says of its fused kernels."""
 
 
-Wrapper = Local | Items | Part | Unproven | Whole | Mapped | Slow
+Wrapper = Local | Items | Part | Unproven | Whole | Mapped | Axes | Slow
 
 
 @dataclass(frozen=True)
@@ -189,6 +197,11 @@ def joined(one: Wrapper, other: Wrapper) -> Wrapper:
         if both is not None:
             raise TwoNeeds(f"a shape of {both} sizes would have to change and to stay")
         return Items(tuple((*at, s) for at in sorted(places) for s in _sizes(places[at])), tuple(lengths))
+    if isinstance(one, Axes) and isinstance(other, Axes):
+        named = dict(one.sizes)
+        if any(named.setdefault(name, size) != size for name, size in other.sizes):
+            raise TwoNeeds("one length would have to be two numbers on a rank")
+        return Axes(tuple(sorted(named.items(), key=lambda pair: pair[0])))
     if isinstance(one, Whole) and isinstance(other, Whole):
         return Whole(tuple(sorted({*one.sizes, *other.sizes}, key=lambda s: (s.whole, s.parts))))
     if isinstance(one, Mapped) and isinstance(other, Mapped):

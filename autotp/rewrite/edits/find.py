@@ -18,7 +18,7 @@ from torch import fx
 from autotp.placement import Shard
 from autotp.propagate.mapped import STATISTICS, divisor
 from autotp.propagate.propagation import Propagation
-from autotp.rewrite.edits.edit import Items, Local, Mapped, Size, Whole, Wrapper
+from autotp.rewrite.edits.edit import Axes, Items, Local, Mapped, Size, Whole, Wrapper
 from autotp.rewrite.edits.locate import NOTHING, Site, number
 from autotp.rewrite.edits.wrap import localised
 
@@ -352,15 +352,22 @@ def in_check(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[as
             yield leaf, size
 
 
-def in_arguments(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[ast.expr, Size]]:
-    """The numbers among a call's arguments that are sizes of the whole model."""
+def in_arguments(site: Site, tables: Sequence[Size], rank: int) -> Iterator[tuple[ast.expr, Wrapper]]:
+    """The numbers among a call's arguments, also in pairs (name, number), that are sizes of the model."""
     assert isinstance(site.node, ast.Call)
     for one in _flat([*site.node.args, *(k.value for k in site.node.keywords)]):
         value = site.value(one)
-        for size in tables if number(value) else ():
-            local = localised((size,), value, rank)
-            if local is not None and local != value:
-                yield one, size
+        pairs = value if isinstance(value, tuple) and all(map(_named_length, value)) else ()
+        for size in tables:
+            if number(value) and localised((size,), value, rank) not in (None, value):
+                yield one, Local((size,))
+            for name, length in pairs:
+                if size.whole == length != size.parts[rank]:
+                    yield one, Axes(((name, replace(size, times=False)),))
+
+
+def _named_length(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and number(value[1])
 
 
 def _test(site: Site) -> tuple[ast.expr | None, bool]:

@@ -298,8 +298,8 @@ class Guide:
         site = located(frames[level], ast.Call) if level is not None else None
         if level is None or site is None:
             return
-        for leaf, size in in_arguments(site, self._tables, self.rank):
-            yield placed(frames, level, self._paths, site.source.span(leaf), Local((size,)))
+        for leaf, wrapper in in_arguments(site, self._tables, self.rank):
+            yield placed(frames, level, self._paths, site.source.span(leaf), wrapper)
 
 
 def tables(whole: Propagation) -> list[Size]:

@@ -6,7 +6,7 @@ shows whether they are right. On a sharded model it raises for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from autotp.diagnostic import UnprovenPath
-from autotp.rewrite.edits.edit import Items, Local, Part, Size, Slow, Unproven, Whole, Wrapper
+from autotp.rewrite.edits.edit import Axes, Items, Local, Part, Size, Slow, Unproven, Whole, Wrapper
 from autotp.trace.recorder import in_place_of
 
 __all__ = ["Note", "localised", "swapped", "unproven", "wrapper_of"]
@@ -45,6 +45,8 @@ def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callab
         return unproven(where)
     if isinstance(how, Part):
         return _part(how, rank, where, recorded=note is not None)
+    if isinstance(how, Axes):
+        return _axes(dict(how.sizes), rank, where)
     if isinstance(how, Slow):
         return lambda enabled: False
     if isinstance(how, Whole):
@@ -66,6 +68,16 @@ def _local(sizes: Sequence[Size], rank: int, where: str, note: Note | None) -> C
             f"{where}: the size {value} is none that was proven there ({known}); shard the model with "
             "inputs= that run it this way"
         )
+
+    return local
+
+
+def _axes(sizes: Mapping[str, Size], rank: int, where: str) -> Callable[[Any], Any]:
+    def local(pairs: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+        for name, length in pairs:
+            if name in sizes and sizes[name].whole != length:
+                raise UnprovenPath(f"{where}: {name}={length} was not proven there, but {sizes[name].whole}")
+        return tuple((n, sizes[n].parts[rank] if n in sizes else length) for n, length in pairs)
 
     return local
 
