@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import autotp
 from autotp.checkpoint.chunks import Chunked
 from autotp.checkpoint.distributed import LoadPlanner, SavePlanner
+from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError
 from autotp.slicing import take
 from tests.layouts import cuts, tensor
@@ -23,14 +24,14 @@ def state_of(model, optimizer):
     return {"model": weights, "optimizer": moments, "step": STEPS, "note": "of three"}
 
 
-def make(kind, rank=0, size=1, zero=False):
+def make(kind, rank=0, size=1, zero=False, group=None):
     model = mlp()
     if zero:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
     if size > 1:
-        autotp.shard(model, PLAN, check="shapes")
+        autotp.shard(model, PLAN, group, check="shapes")
     return model, OPTIMIZERS[kind](model)
 
 
@@ -41,10 +42,10 @@ def save(rank, size, kind, folder):
     return losses
 
 
-def resume(rank, size, kind, folder):
-    model, optimizer = make(kind, rank, size, zero=True)
+def resume(rank, size, kind, folder, group=None):
+    model, optimizer = make(kind, rank, size, zero=True, group=group)
     state = state_of(model, optimizer) | {"step": 0, "note": ""}
-    dcp.load(state, checkpoint_id=folder, planner=LoadPlanner(model), no_dist=size == 1)
+    dcp.load(state, checkpoint_id=folder, planner=LoadPlanner(model), no_dist=size != 2)
     assert (state["step"], state["note"]) == (STEPS, "of three")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return train(model, optimizer, range(STEPS, 2 * STEPS))
@@ -55,13 +56,18 @@ def resume(rank, size, kind, folder):
 def test_resumed_at_another_number_of_ranks(ranks, tmp_path, kind):
     reference, optimizer = make(kind)
     expected = train(reference, optimizer, range(2 * STEPS))
-    places = {1: lambda function, *args: [function(0, 1, *args)], 2: ranks(2), 4: ranks(4)}
-    for before, after in ((2, 4), (4, 1), (1, 2)):
+    places = {
+        1: lambda function, *args: [function(0, 1, *args)],
+        2: ranks(2),
+        3: lambda function, *args: simulate(3, lambda group: function(group.rank, 3, *args, group)),
+    }
+    for before, places_after in ((2, (1, 3)), (1, (2,))):
         folder = str(tmp_path / f"{before}")
         for losses in places[before](save, kind, folder):
             torch.testing.assert_close(losses, expected[:STEPS], atol=1e-10, rtol=0)
-        for losses in places[after](resume, kind, folder):
-            torch.testing.assert_close(losses, expected[STEPS:], atol=1e-10, rtol=0)
+        for after in places_after:
+            for losses in places[after](resume, kind, folder):
+                torch.testing.assert_close(losses, expected[STEPS:], atol=1e-10, rtol=0)
 
 
 def save_and_read_whole(rank, size, folder):

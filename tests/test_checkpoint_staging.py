@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -199,26 +200,25 @@ def test_two_runs_at_once(tmp_path):
     convert(source, out, plan=PLAN, tp=2, check="shapes")
 
 
-RUN = """
-import json, sys
-from autotp.checkpoint import convert, merge
-import autotp.checkpoint.carry, autotp.checkpoint.ranks
-print("ready", flush=True)
-what, source, target, options = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-(convert if what == "convert" else merge)(source, target, **options)
-"""
+SERVER = multiprocessing.get_context("forkserver")  # it imports once, for all the runs that are killed
+
+
+def work(ready, what, source, target, options):
+    ready.send(None)
+    (convert if what == "convert" else merge)(source, target, **options)
 
 
 def run_and_kill(after, *args):
     """Start a run in its own process, kill it `after` seconds of work; whether it lived to its end."""
-    process = subprocess.Popen([sys.executable, "-c", RUN, *map(str, args)], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    ours, theirs = SERVER.Pipe()
+    process = SERVER.Process(target=work, args=(theirs, *args))
+    process.start()
+    ours.recv()
     time.sleep(after)
-    process.send_signal(signal.SIGKILL)
-    code = process.wait()
-    process.stdout.close()
-    assert code in (0, -signal.SIGKILL)
-    return code == 0
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == 0
 
 
 @pytest.mark.slow
@@ -235,13 +235,14 @@ def test_killed_at_any_moment_the_target_is_whole_or_absent(tmp_path):
     expected, original = tree(tmp_path / "whole"), tree(source)
     assert tree(tmp_path / "back") == original
     moments = random.Random(0)
-    for what, begin, text, bytes_expected in (
-        ("convert", source, json.dumps(options), expected),
-        ("merge", tmp_path / "whole", "{}", original),
+    SERVER.set_forkserver_preload([__name__, "autotp.checkpoint.carry", "autotp.checkpoint.ranks"])
+    for what, begin, given, bytes_expected in (
+        ("convert", source, options, expected),
+        ("merge", tmp_path / "whole", {}, original),
     ):
         target, kills, finished = tmp_path / f"{what}-out", 0, 0
         while kills < 20:
-            lived = run_and_kill(moments.uniform(0, took * 1.2), what, begin, target, text)
+            lived = run_and_kill(moments.uniform(0, took * 1.2), what, begin, target, given)
             kills += not lived
             if target.exists():
                 assert tree(target) == bytes_expected
