@@ -21,13 +21,16 @@ from typing import Any, NoReturn
 
 from autotp.diagnostic import CheckpointError
 
-__all__ = ["BITS", "Entry", "Header", "encode_header", "parse_header", "parse_json", "read_header"]
+__all__ = [
+    "BITS", "Entry", "Header", "bad_name", "encode_header", "parse_header", "parse_json", "read_header", "shown",
+]  # fmt: skip
 
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8}
 BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 BITS |= {"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32}
 BITS |= {"F64": 64, "I64": 64, "U64": 64, "C64": 64}
 LARGEST_HEADER = 100_000_000  # bytes, the library's own limit
+LONGEST_NAME = 1000  # characters of a tensor's name: messages hold it
 MOST_DIMS = 64  # numpy's and torch's limit
 LFS = b"version https://git-lfs.github.com/spec/"
 
@@ -154,7 +157,7 @@ def parse_json(text: bytes, path: Path, what: str) -> dict[str, Any]:
         table: dict[str, Any] = {}
         for key, value in pairs:
             if key in table:
-                raise ValueError(f"{key!r} appears twice")
+                raise ValueError(f"{shown(key)} appears twice")
             table[key] = value
         return table
 
@@ -186,9 +189,9 @@ def _encodable(table: object) -> bool:
 
 def _entry(path: Path, name: str, value: object, size: int, begin: int) -> Entry:
     """One checked line of the header; offsets become positions in the file."""
-    reason = _bad_name(name)
+    reason = bad_name(name)
     if reason:
-        _refuse(path, f"the tensor name {name!r} {reason}")
+        _refuse(path, f"the tensor name {shown(name)} {reason}")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"tensor {name!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -218,10 +221,18 @@ def _counts(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _bad_name(name: str) -> str:
+def shown(value: object) -> str:
+    """A value of a file, for a message: a hostile one may be megabytes long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_NAME else f"{text[:60]}…"
+
+
+def bad_name(name: str) -> str:
     """Why a tensor name is refused; empty when it is fine."""
     if not name:
         return "is empty"
+    if len(name) > LONGEST_NAME:
+        return f"is {len(name)} characters long, and at most {LONGEST_NAME} are taken"
     if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in name):
         return "holds a control character"
     if name[0] in "/\\" or ".." in name.replace("\\", "/").split("/"):

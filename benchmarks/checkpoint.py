@@ -1,7 +1,7 @@
 """How fast convert and merge are beside `cp -r` of the same bytes, and what memory and reads they take.
 
 A checkpoint of 2 GB is converted (without digests, with the default ones, with sha256) and merged, each run
-beside a `cp -r` in turn: ratios of neighbours say more than seconds, on a machine that others use too. Before
+beside a `cp -r`, before or after it by turns: ratios of neighbours say more than seconds, on a machine that others use too. Before
 each run as much memory is touched and freed as the run will need: a virtual machine may have to get it first.
 
 The limits are those of docs/design.md; sha256 is told without one.
@@ -137,15 +137,20 @@ def measure(folder: Path, gigabytes: float, runs: int) -> list[str]:
     source, out = write_source(folder / "in", gigabytes), folder / "out"
     size = size_of(source)
     os.sync()
-    print(f"{size / 1e9:.2f} GB over tp={TP}, beside `cp -r` right before, medians of {runs}:", flush=True)
+    print(f"{size / 1e9:.2f} GB over tp={TP}, beside `cp -r`, medians of {runs}:", flush=True)
     beside: dict[str, list[tuple[float, float]]] = {job: [] for job in ("none", "xxh3", "sha256", "merge")}
     costs: dict[str, list[Cost]] = {job: [] for job in beside}
-    for _ in range(runs):
+    for turn in range(runs):
         for job in beside:
             if job == "merge":
                 run("xxh3", source, out)
-            beside[job].append(copy(source, folder / "copy"))
-            costs[job].append(run(job, out, folder / "back") if job == "merge" else run(job, source, out))
+            os.sync()  # what was written before is not this run's to wait for
+            for who in ("cp", job) if turn % 2 else (job, "cp"):
+                if who == "cp":
+                    beside[job].append(copy(source, folder / "copy"))
+                else:
+                    taken = (job, out, folder / "back") if job == "merge" else (job, source, out)
+                    costs[job].append(run(*taken))
             shutil.rmtree(out)
             shutil.rmtree(folder / "back", ignore_errors=True)
     return [job for job in beside if not told(job, beside[job], costs[job], size)]

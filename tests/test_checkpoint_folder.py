@@ -185,6 +185,24 @@ def test_what_travels_along(tmp_path):
             "2 of its 2 files are missing: x.safetensors, y.safetensors",
         ),
         (
+            json.dumps({"weight_map": {str(i): f"{i}.safetensors" for i in range(7)}}).encode(),
+            "7 of its 7 files are missing: 0.safetensors, 1.safetensors, 2.safetensors, 3.safetensors, "
+            "4.safetensors and 2 more",
+        ),
+        # a message is for people: what is hostile and long is not told in whole
+        (
+            json.dumps({"weight_map": {"k" * 5000: "x.safetensors"}}).encode(),
+            f"the tensor name '{'k' * 59}… is 5000 characters long, and at most 1000 are taken",
+        ),
+        (
+            json.dumps({"weight_map": {"a": "x" * 5000 + ".safetensors"}}).encode(),
+            f"'a' is said to be in '{'x' * 59}…, which is not a plain .safetensors file name",
+        ),
+        (
+            b'{"weight_map": {"%s": 1, "%s": 1}}' % (b"k" * 5000, b"k" * 5000),
+            f"its content is not sound JSON: '{'k' * 59}… appears twice",
+        ),
+        (
             b"\xff",
             "its content is not sound JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
             "invalid start byte",

@@ -176,6 +176,10 @@ GOOD = {"a": line(offsets=(0, 4)), "b": line(offsets=(4, 8))}
             "the tensor name '/etc/x' is a path that could leave a folder",
         ),
         (
+            raw_file({"k" * 5000: line()}, bytes(4)),
+            f"the tensor name '{'k' * 59}… is 5000 characters long, and at most 1000 are taken",
+        ),
+        (
             raw_file({"a\0b": line()}, bytes(4)),
             "the tensor name 'a\\x00b' holds a control character",
         ),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotp.diagnostic import CheckpointError
-from autotp.header import Entry, Header, parse_json, read_header
+from autotp.header import Entry, Header, bad_name, parse_json, read_header, shown
 
 __all__ = [
     "INDEX",
@@ -45,6 +45,8 @@ JOURNAL = ".autotp-journal.jsonl"  # of a run that has not ended: no file of tha
 PART = "autotp"  # the key in the metadata of a file that holds one rank's part
 RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 FORMS = (INDEX, SINGLE, "one *.safetensors", "pytorch_model.bin", "consolidated.00.pth", "mp_rank_00")
+MOST_NAMED = 5  # names in a message
+LONGEST_FILE_NAME = 255  # bytes, Linux's own limit
 ODD_NAME = "it has a backslash, a control character or bytes that are no UTF-8; rename it"
 LARGEST_JSON = 200_000_000  # bytes of an index, a config or a manifest
 LARGEST_COMPANION = 64 << 20  # bytes
@@ -173,12 +175,16 @@ def weight_map(folder: Path, index: str, text: bytes, suffix: str) -> dict[str, 
     if not isinstance(table, dict) or not table:
         _refuse(path, "has no weight_map of tensor names to file names")
     for key, value in table.items():
+        if reason := bad_name(key):
+            _refuse(path, f"the tensor name {shown(key)} {reason}")
         if not isinstance(value, str) or not value.endswith(suffix) or not is_plain_name(value):
-            _refuse(path, f"{key!r} is said to be in {value!r}, which is not a plain {suffix} file name")
+            _refuse(path, f"{key!r} is said to be in {shown(value)}, which is not a plain {suffix} file name")
     names = sorted(set(table.values()))
     missing = [name for name in names if not os.path.lexists(folder / name)]
     if missing:
-        _refuse(path, f"{len(missing)} of its {len(names)} files are missing: {', '.join(missing)}")
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        some = ", ".join(missing[:MOST_NAMED]) + more
+        _refuse(path, f"{len(missing)} of its {len(names)} files are missing: {some}")
     for name in names:
         _inside(folder, name, path, table)
     return table
@@ -203,7 +209,7 @@ def check_index(
 def is_plain_name(name: str) -> bool:
     """Whether a name is one of a file in this very folder, without control characters, and is Unicode."""
     odd = any(c in "/\\" or ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000 for c in name)
-    return name not in ("", ".", "..") and not odd
+    return name not in ("", ".", "..") and not odd and len(os.fsencode(name)) <= LONGEST_FILE_NAME
 
 
 def _inside(
