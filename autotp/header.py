@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 from autotp.diagnostic import CheckpointError
 
 __all__ = [
-    "BITS", "Entry", "Header", "bad_name", "encode_header", "parse_header", "parse_json", "read_header", "shown",
+    "BITS", "Entry", "Header", "bad_name", "encode_header", "parse_header", "parse_json", "read_header",
+    "shown",
 ]  # fmt: skip
 
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8}

@@ -1,8 +1,9 @@
 """How fast convert and merge are beside `cp -r` of the same bytes, and what memory and reads they take.
 
 A checkpoint of 2 GB is converted (without digests, with the default ones, with sha256) and merged, each run
-beside a `cp -r`, before or after it by turns: ratios of neighbours say more than seconds, on a machine that others use too. Before
-each run as much memory is touched and freed as the run will need: a virtual machine may have to get it first.
+beside a `cp -r` in turn: ratios of neighbours say more than seconds, on a machine that others use too. Before
+each run what was written is waited for, and as much memory is touched and freed as the run will need: a
+virtual machine may have to get it first.
 
 The limits are those of docs/design.md; sha256 is told without one.
 """
@@ -105,8 +106,9 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def touch(size: int) -> None:
-    """Use as much memory for a moment, so that the machine has it."""
+def settle(size: int) -> None:
+    """Let the disk have all that was written, and use as much memory for a moment, so that it is there."""
+    os.sync()
     with mmap.mmap(-1, size) as memory:
         for place in range(0, size, 4096):
             memory[place] = 1
@@ -114,7 +116,7 @@ def touch(size: int) -> None:
 
 def copy(source: Path, target: Path) -> tuple[float, float]:
     """Seconds of `cp -r` by the clock, and of the processor."""
-    touch(int(size_of(source) * 1.1))
+    settle(int(size_of(source) * 1.1))
     started, worked = time.perf_counter(), processor_time()
     subprocess.run(["cp", "-r", source, target], check=True)
     spent = time.perf_counter() - started, processor_time() - worked
@@ -124,7 +126,7 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
 
 def run(job: str, source: Path, target: Path) -> Cost:
     """One conversion or merge in a fresh process."""
-    touch(int(size_of(source) * 1.1))
+    settle(int(size_of(source) * 1.1))
     command = [sys.executable, "-c", RUN, job, str(source), str(target), str(TP)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -137,20 +139,15 @@ def measure(folder: Path, gigabytes: float, runs: int) -> list[str]:
     source, out = write_source(folder / "in", gigabytes), folder / "out"
     size = size_of(source)
     os.sync()
-    print(f"{size / 1e9:.2f} GB over tp={TP}, beside `cp -r`, medians of {runs}:", flush=True)
+    print(f"{size / 1e9:.2f} GB over tp={TP}, beside `cp -r` right before, medians of {runs}:", flush=True)
     beside: dict[str, list[tuple[float, float]]] = {job: [] for job in ("none", "xxh3", "sha256", "merge")}
     costs: dict[str, list[Cost]] = {job: [] for job in beside}
-    for turn in range(runs):
+    for _ in range(runs):
         for job in beside:
             if job == "merge":
                 run("xxh3", source, out)
-            os.sync()  # what was written before is not this run's to wait for
-            for who in ("cp", job) if turn % 2 else (job, "cp"):
-                if who == "cp":
-                    beside[job].append(copy(source, folder / "copy"))
-                else:
-                    taken = (job, out, folder / "back") if job == "merge" else (job, source, out)
-                    costs[job].append(run(*taken))
+            beside[job].append(copy(source, folder / "copy"))
+            costs[job].append(run(job, out, folder / "back") if job == "merge" else run(job, source, out))
             shutil.rmtree(out)
             shutil.rmtree(folder / "back", ignore_errors=True)
     return [job for job in beside if not told(job, beside[job], costs[job], size)]
