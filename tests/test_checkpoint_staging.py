@@ -310,7 +310,8 @@ def filled(done, total, name):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 def freed():
-    filler.unlink(missing_ok=True)
+    if filler.exists():
+        filler.unlink()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 def attempt(run, begin, target, **options):
     try:
@@ -329,6 +330,9 @@ if mounted:
     written = convert(source, disk / "again", dry_run=True, **options)
     said.append(written.fits)
     attempt(convert, source, disk / "again", **options)
+    shutil.rmtree(disk / "back")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    attempt(merge, disk / "out", disk / "third")
 print(json.dumps(said))
 """
 
@@ -350,9 +354,13 @@ def test_a_disk_that_is_full(tmp_path):
     assert left == [] and then == ["out"]
     assert second.endswith(f": cannot be written: {why}")
     if mounted:
-        fits, refused, there = rest
+        fits, refused, there, read_only, still = rest
         assert not fits and refused.startswith(f"{tmp_path / 'disk' / 'again'}: needs ")
-        assert there == ["back", "out"]
+        assert there == ["back", "out"] and still == ["out"]
+        assert (
+            read_only
+            == f"{tmp_path / 'disk'}/.third.autotp-partial: cannot be written: Read-only file system"
+        )
 
 
 @pytest.mark.parametrize(
