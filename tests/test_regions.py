@@ -163,6 +163,25 @@ def test_a_bias_in_the_sum_is_shared(functional, tp):
     assert result.ok and result.max_grad_diff < 1e-12
 
 
+class ScaledAfter(Net):
+    """A learned shift and scale behind the border, then a whole value: the sum is reduced before the shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.pre(x)
+        return self.post(h + (self.raw(h, scale=self.gate(h).sigmoid()) + self.shift) * self.scale)
+
+
+def test_a_bias_behind_a_border_is_added_to_what_was_reduced_there():
+    analysis = autotp.analyze(ScaledAfter(), PLAN, tp=2)
+    assert analysis.ok and analysis.regions[0].reduced == {""} and not analysis.reads
+    result = autotp.verify(ScaledAfter(), PLAN, tp=2)
+    assert result.ok and result.max_grad_diff < 1e-12
+
+
 def test_a_bias_that_is_used_whole_as_well_is_refused():
     class Biased(Raw):
         def forward(self, x, scale):

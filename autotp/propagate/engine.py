@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autotp.match import Matches
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Shard, describe, is_whole
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard, describe, is_whole
 from autotp.propagate.call import Call, Conflict, Value, needs_copy
 from autotp.propagate.ends import gradients, outputs
 from autotp.propagate.flexible import Grant, grantable
@@ -27,7 +27,7 @@ from autotp.propagate.ops import arguments_of, draws, op_name, rests, spoken
 from autotp.propagate.planned import PlannedLayers
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.propagation import Finding, Propagation
-from autotp.propagate.reads import Read, solve
+from autotp.propagate.reads import Read, Unshared, solve
 from autotp.propagate.regions import Region, border, regions_around, regions_for
 from autotp.propagate.rules import RULES
 from autotp.propagate.shapes import VIEWS
@@ -38,6 +38,7 @@ __all__ = ["Engine", "Walk", "propagate"]
 
 Walk = Callable[[Propagation, Mapping[str, str]], "Engine"]
 _READABLE = ("AT305", "AT306")  # a whole value meets a shard
+Remedy = Read | Unshared | Grant | Part | Mapped | Region
 _LEAVING = ("AT310", "AT311", "AT314")  # a partial sum is used
 
 
@@ -62,6 +63,7 @@ def propagate(
     partial, and the `sums` of these are reduced.
     """
     known, around = dict(reads), dict(regions)
+    whole: set[str] = set()
     grants: dict[fx.Node, Layout] = {}
     parts: dict[tuple[fx.Node, fx.Node], Shard] = {}
     mapped: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(sums, ("reduce",))
@@ -73,8 +75,13 @@ def propagate(
         result = (engine or Engine)(start, kinds).run()
         before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped))
         for wanted in result.wanted:
-            if isinstance(wanted, Read):
-                known.setdefault(wanted.name, wanted)
+            if isinstance(wanted, Unshared):
+                if wanted.name not in reads:  # no other mode needs it so
+                    whole.add(wanted.name)
+                    known.pop(wanted.name, None)
+            elif isinstance(wanted, Read):
+                if not (wanted.shared and wanted.name in whole):
+                    known.setdefault(wanted.name, wanted)
             elif isinstance(wanted, Grant):
                 grants.setdefault(wanted.node, wanted.layout)
             elif isinstance(wanted, Part):
@@ -179,12 +186,12 @@ class Engine:
             )
             self._find(node, unknown, origins)
 
-    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Read | Grant | Part | Mapped | Region]:
+    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Remedy]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
         code = conflict.code
-        found: list[Read | Grant | Part | Mapped | Region] = []
+        found: list[Remedy] = []
         if code == "AT310":
-            found += self._solved(node, sums=True)
+            found += self._unshared(node) or self._solved(node, sums=True)
         if not found and code in ("AT305", *_LEAVING):
             found += self._regions(node, leaving=True)
         if not found and code == "AT305":  # a copy at the border serves whatever comes in
@@ -212,6 +219,16 @@ class Engine:
                 node, self._seen, self.result.layouts, self.result.mapped, self._is_read_by_itself
             )
         return found
+
+    def _unshared(self, node: fx.Node) -> list[Unshared]:
+        """The shared parameters of an op that is given no other part of a sum: that one is reduced by now."""
+        names = []
+        for value in (n for n in node.all_input_nodes if isinstance(self._seen(n, node), Partial)):
+            read = self.result.reads.get(value.meta["name"]) if value.op == "get_attr" else None
+            if read is None or not read.shared:
+                return []
+            names.append(read.name)
+        return [Unshared(name) for name in names]
 
     def _is_read_by_itself(self, node: fx.Node) -> bool:
         name = node.meta["name"]

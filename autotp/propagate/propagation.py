@@ -14,7 +14,7 @@ from autotp.propagate.call import Conflict
 from autotp.propagate.flexible import Grant
 from autotp.propagate.mapped import Mapped
 from autotp.propagate.operands import Part
-from autotp.propagate.reads import Read
+from autotp.propagate.reads import Read, Unshared
 from autotp.propagate.regions import Region
 from autotp.trace.graph import Trace
 
@@ -60,7 +60,7 @@ class Propagation:
     parts: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)
     mapped: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
     unreduced: frozenset[str] = frozenset()
-    wanted: list[Read | Grant | Part | Mapped | Region] = field(default_factory=list)
+    wanted: list[Read | Unshared | Grant | Part | Mapped | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)

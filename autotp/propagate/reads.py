@@ -26,7 +26,7 @@ from autotp.propagate.call import Call, Conflict, with_gradient
 from autotp.propagate.contract import CONTRACTIONS
 from autotp.propagate.flexible import Grant, grantable
 
-__all__ = ["Read", "held_reads", "solve"]
+__all__ = ["Read", "Unshared", "held_reads", "solve"]
 
 Attempt = Callable[[fx.Node, Mapping[fx.Node, Layout]], list[Layout]]
 Bind = Callable[[fx.Node], Call]
@@ -47,6 +47,13 @@ class Read:
     shard: Shard | None = None
     shared: bool = False
     held: Shard | None = None
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """A parameter that was to be a part of a sum, which is reduced before the parameter is added."""
+
+    name: str
 
 
 def held_reads(matches: Matches, aliases: Mapping[str, str]) -> dict[str, Read]:
