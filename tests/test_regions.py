@@ -164,7 +164,7 @@ def test_a_bias_in_the_sum_is_shared(functional, tp):
 
 
 class ScaledAfter(Net):
-    """A learned shift and scale behind the border, then a whole value: the sum is reduced before the shift."""
+    """A learned shift and scale behind the border, then a whole value: the sum is reduced before these."""
 
     def __init__(self) -> None:
         super().__init__()
