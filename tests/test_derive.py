@@ -25,19 +25,12 @@ from tests.test_shipped_plans import MODELS
 # What derive cuts beyond a shipped plan: small tables and layers at the ends of a model.
 FEW = ["llama", "bert", "gpt_neox", "mixtral"]
 MORE = [
-    *(
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "phi",
-        "starcoder2",
-        "distilbert",
-        "qwen3_moe",
-        "clip_text_model",
-    ),
-    *("clip_vision_model", "vit", "albert", "roberta", "modernbert", "granite", "cohere", "olmo", "nemotron"),
-]
+    "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "starcoder2", "distilbert",
+    "qwen3_moe",
+    "clip_text_model", "clip_vision_model", "vit", "albert", "roberta", "modernbert", "granite", "cohere",
+    "olmo", "olmo2", "nemotron", "deepseek_v3", "gpt_oss", "gpt2", "gptj", "bloom", "falcon", "opt", "mpt",
+    "stablelm",
+]  # fmt: skip
 
 
 def _shipped(name):
@@ -76,9 +69,14 @@ def test_the_cuts_of_the_shipped_plan(name):
     found, trace = _found(model)
     shipped = _cuts(model, trace, autotp.Plan.load(name))
     derived = _cuts(model, trace, found.plan)
-    assert {n: cut for n, cut in derived.items() if n in shipped} == shipped
+    vectors = {
+        n for n in shipped if n.endswith("sinks")
+    }  # which derive leaves to be sliced where they are read
+    assert {n: cut for n, cut in derived.items() if n in shipped} == {
+        n: cut for n, cut in shipped.items() if n not in vectors
+    }
     beyond = {n for n in derived if n not in shipped}
-    assert all(re.search("embed|pooler|head|token|position|dense", n) for n in beyond), beyond
+    assert all(re.search("embed|pooler|head|token|position|dense|wpe", n) for n in beyond), beyond
 
 
 ROLES = ("v", "gate", "down", "q", "k", "up", "o", "norm")
