@@ -72,6 +72,21 @@ def test_everything_that_is_damaged_comes_together(shards, digest):
     )
 
 
+def test_what_was_put_into_a_rank_folder_afterwards(shards):
+    home = shards / "rank-1-of-2"
+    (home / "sub").mkdir()
+    (home / "sub" / "extra.safetensors").touch()
+    (home / "elsewhere").symlink_to(shards.parent)
+    index = home / "model.safetensors.index.json"
+    index.write_text(index.read_text() + " ")
+    there = "was not written there: autotp.json does not list it; remove it"
+    assert check_shards(shards).findings == (
+        f"{home}: 'elsewhere' {there}",
+        f"{home}: 'sub/extra.safetensors' {there}",
+        f"{index}: is not what was written",
+    )
+
+
 def test_against_a_source_that_changed(shards):
     source = shards.parent / "in"
     path = overwrite(source, "down.weight", b"\x05\x06\x07")

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from autotp.checkpoint import convert, inventory, merge
+from autotp.checkpoint import check_shards, convert, inventory, merge, reshard
 from autotp.checkpoint.manifest import load_manifest
+from autotp.checkpoint.stored import in_own_folder
 from autotp.diagnostic import CheckpointError
 from autotp.placement import Shard, deal
 from tests.checkpoints import random_tensor, write_checkpoint
@@ -71,6 +72,18 @@ def change(path, value):
     return edit
 
 
+def reindex(name, file):
+    """Say in the index that a tensor is in another file, or in none."""
+
+    def edit(table):
+        index = json.loads(table["index"])
+        index["weight_map"].pop(name, None)
+        index["weight_map"] |= {name: file} if file else {}
+        table["index"] = json.dumps(index)
+
+    return edit
+
+
 def header(text):
     return change(("files", 0, "header"), text)
 
@@ -108,7 +121,27 @@ NO_DEAL = "tensor 'gate_up.weight': its deal does not give each unit to a rank"
         ),
         (
             change(("companions",), {"model.safetensors": ""}),
-            "'model.safetensors' is not the name of a file inside the folder",
+            "'model.safetensors' is said to have travelled along, and may hold weights: none such does",
+        ),
+        (
+            change(("companions",), {"sub/pytorch_model.bin": ""}),
+            "'sub/pytorch_model.bin' is said to have travelled along, and may hold weights: none such does",
+        ),
+        (
+            lambda table: table.update(index=None),
+            "has 2 files and no index that tells which tensor is in which",
+        ),
+        (
+            reindex("norm.weight", "other.safetensors"),
+            "its index says that 'norm.weight' is in 'other.safetensors', which does not hold it",
+        ),
+        (
+            reindex("norm.weight", None),
+            "its index does not say that 'norm.weight' is in 'model-00002-of-00002.safetensors'",
+        ),
+        (
+            reindex("new", "model-00001-of-00002.safetensors"),
+            "its index says that 'new' is in 'model-00001-of-00002.safetensors', which does not hold it",
         ),
         (
             change(("plan",), {"rules": {"a": "colum"}}),
@@ -205,6 +238,44 @@ def test_a_digest_that_was_tampered_with(shards):
     with pytest.raises(CheckpointError) as raised:
         merge(shards, shards.parent / "back")
     assert str(raised.value) == f"{path}: its digest of tensor 'qkv.weight' is not that of the shards"
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("not json", "its content is not sound JSON: Expecting value: line 1 column 1 (char 0)"),
+        (
+            '{"weight_map": {"a": "../outside.safetensors"}}',
+            "'a' is said to be in '../outside.safetensors', which is not a plain .safetensors file name",
+        ),
+    ],
+)
+def test_an_index_that_was_tampered_with(shards, index, message):
+    path = shards / "autotp.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"index": index}))
+    for run in (check_shards, lambda folder: merge(folder, shards.parent / "back")):
+        with pytest.raises(CheckpointError) as raised:
+            run(shards)
+        assert str(raised.value) == f"{path} (index): {message}"
+
+
+def test_a_file_that_is_no_longer_listed(shards):
+    path = shards / "autotp.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"companions": {}}))
+    lost = [
+        f"{shards / f'rank-{rank}-of-2'}: 'config.json' was not written there: autotp.json does not list it; "
+        "remove it"
+        for rank in range(2)
+    ]
+    assert check_shards(shards).findings == tuple(lost)
+    for run in (
+        lambda: merge(shards, shards.parent / "back"),
+        lambda: reshard(shards, shards.parent / "again", tp=1, check="shapes"),
+        lambda: in_own_folder(shards, load_manifest(shards), 0),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            run()
+        assert str(raised.value) == lost[0]
 
 
 def test_a_folder_without_one(tmp_path):

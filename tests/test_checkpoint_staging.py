@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotp.checkpoint import convert, merge
+from autotp.checkpoint import check_shards, convert, merge
 from autotp.checkpoint.folder import JOURNAL
 from autotp.checkpoint.staging import Staging, check_target, free_bytes, partial
 from autotp.diagnostic import CheckpointError
@@ -82,6 +82,22 @@ def test_the_same_job_goes_on_and_another_starts_afresh(tmp_path):
         assert staging.finished == {} and os.listdir(staging.path) == [JOURNAL]
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", '"x"', "5", "null", "{}", "[" * 9999, '{"job": "x"}', '{"job": "x", "source": "a"}',
+     '{"job": "x", "source": [5]}', '{"job": "x", "source": [[]]}'],
+)  # fmt: skip
+def test_a_journal_that_is_none_starts_afresh(tmp_path, line):
+    target = tmp_path / "out"
+    partial(target).mkdir()
+    (partial(target) / JOURNAL).write_text(line + "\n" + '{"file": "one", "record": {}}\n')
+    with Staging(target, JOB) as staging:
+        assert staging.finished == {}
+    (partial(target) / JOURNAL).write_text(json.dumps(JOB) + "\n" + line + "\n")
+    with Staging(target, JOB) as staging:
+        assert staging.finished == {}
+
+
 def test_a_source_that_changed_since_is_an_error(tmp_path):
     target = tmp_path / "out"
     interrupted(target, JOB)
@@ -145,6 +161,18 @@ TENSORS = {f"up.{i}.weight": random_tensor("F32", (1024, 512), i) for i in range
 PLAN = {"up.*": "column"}
 
 
+PLAN_OF_UP = {"up": "column"}
+
+
+def stop_in_second(source, out, options):
+    def stop(done, total, name):
+        if name.startswith("model-00002"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        convert(source, out, progress=stop, **options)
+
+
 def test_a_run_that_was_interrupted_does_not_repeat_what_is_done(tmp_path):
     source, out = write_checkpoint(tmp_path / "in", TENSORS, files=3), tmp_path / "out"
     options = {"plan": PLAN, "tp": 2, "check": "shapes"}
@@ -167,6 +195,42 @@ def test_a_run_that_was_interrupted_does_not_repeat_what_is_done(tmp_path):
         assert (out / path.relative_to(partial(out))).stat().st_mtime_ns == when
     assert tree(out) == tree(tmp_path / "whole")
     assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]
+
+
+@pytest.mark.parametrize("digests", [5, "", [], ["a"], ["a", "b"], [1, 2, 3], None])
+def test_a_record_that_is_none_is_done_again(tmp_path, digests):
+    tensors = {"up.weight": random_tensor("F32", (4, 2)), "up.bias": random_tensor("F32", (4,))}
+    source, out = write_checkpoint(tmp_path / "in", tensors, files=2), tmp_path / "out"
+    options = {"plan": PLAN_OF_UP, "tp": 2, "check": "shapes"}
+    stop_in_second(source, out, options)
+    journal = partial(out) / JOURNAL
+    job, line = map(json.loads, journal.read_text().splitlines())
+    line["record"] = dict.fromkeys(line["record"], digests)
+    journal.write_text(f"{json.dumps(job)}\n{json.dumps(line)}\n")
+    convert(source, out, **options)
+    assert check_shards(out, source=source).ok
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_what_someone_put_among_what_is_being_written_is_neither_followed_nor_kept(tmp_path, link):
+    tensors = {"up.weight": random_tensor("F32", (4, 2)), "up.bias": random_tensor("F32", (4,))}
+    source, out = write_checkpoint(tmp_path / "in", tensors, files=2, config={"a": 1}), tmp_path / "out"
+    options = {"plan": PLAN_OF_UP, "tp": 2, "check": "shapes"}
+    convert(source, tmp_path / "whole", **options)
+    stop_in_second(source, out, options)
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "elsewhere").mkdir()
+    home = partial(out) / "rank-0-of-2"
+    second = home / "model-00002-of-00002.safetensors"
+    second.unlink(missing_ok=True)
+    for place in (second, home / "config.json", home / "stray", partial(out) / "autotp.json"):
+        getattr(place, link)(tmp_path / "precious")
+    (home / "sub").mkdir()
+    shutil.rmtree(partial(out) / "rank-1-of-2")
+    (partial(out) / "rank-1-of-2").symlink_to(tmp_path / "elsewhere")
+    convert(source, out, **options)
+    assert tree(out) == tree(tmp_path / "whole") and not (out / "rank-0-of-2" / "sub").exists()
+    assert (tmp_path / "precious").read_text() == "precious" and not os.listdir(tmp_path / "elsewhere")
 
 
 def test_what_a_dead_machine_lost_is_written_again(tmp_path):
@@ -298,7 +362,7 @@ def test_a_target_inside_the_source(tmp_path, place):
 ON_A_SMALL_DISK = """
 import json, os, resource, shutil, signal, subprocess, sys
 from pathlib import Path
-from autotp.checkpoint import convert, merge
+from autotp.checkpoint import check_shards, convert, merge
 from autotp.diagnostic import CheckpointError
 source, disk = map(Path, sys.argv[1:3])
 mounted = not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk]).returncode

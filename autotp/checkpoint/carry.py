@@ -59,6 +59,8 @@ def carry(
     with Staging(target, {**description, "source": supply.identity()}) as staging:
         placed = [replace(output, home=staging.path / output.home) for output in outputs]
         there = [output for output in placed if output.written]
+        names = [file for file in manifest.files if file.path.name in staging.finished]
+        staging.keep([output.header(file).path for output in there for file in names])
         for output in there:
             output.home.mkdir(exist_ok=True)
         for file in manifest.files:
@@ -175,6 +177,14 @@ def _finished(
     """
     if record is None or manifest.digest == "none" or set(record) != set(file.tensors):
         return None
+    for name, values in record.items():
+        count = 1 + (len(outputs) if outputs[0].rank is not None and name in outputs[0].layouts else 0)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(isinstance(v, str) for v in values)
+        ):
+            return None
     found = {name: Digests(values[0], tuple(values[1:])) for name, values in record.items()}
     for rank, header in enumerate(headers):
         if not outputs[rank].written:

@@ -27,11 +27,13 @@ __all__ = [
     "PART",
     "RANK_FOLDER",
     "SINGLE",
+    "WEIGHTS",
     "Folder",
     "check_index",
     "companions_of",
     "is_plain_name",
     "open_folder",
+    "parse_weight_map",
     "read_config",
     "read_text",
     "regular_file",
@@ -168,9 +170,8 @@ def companions_of(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def weight_map(folder: Path, index: str, text: bytes, suffix: str) -> dict[str, str]:
-    """{tensor: file} as an index tells it; the files are plain names, inside the folder, and all there."""
-    path = folder / index
+def parse_weight_map(path: Path, text: bytes, suffix: str) -> dict[str, str]:
+    """{tensor: file} as the index `path` tells it; the files are plain names."""
     table = parse_json(text, path, "content").get("weight_map")
     if not isinstance(table, dict) or not table:
         _refuse(path, "has no weight_map of tensor names to file names")
@@ -179,6 +180,13 @@ def weight_map(folder: Path, index: str, text: bytes, suffix: str) -> dict[str, 
             _refuse(path, f"the tensor name {shown(key)} {reason}")
         if not isinstance(value, str) or not value.endswith(suffix) or not is_plain_name(value):
             _refuse(path, f"{key!r} is said to be in {shown(value)}, which is not a plain {suffix} file name")
+    return table
+
+
+def weight_map(folder: Path, index: str, text: bytes, suffix: str) -> dict[str, str]:
+    """{tensor: file} as an index tells it; the files are plain names, inside the folder, and all there."""
+    path = folder / index
+    table = parse_weight_map(path, text, suffix)
     names = sorted(set(table.values()))
     missing = [name for name in names if not os.path.lexists(folder / name)]
     if missing:

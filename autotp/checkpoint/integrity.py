@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotp.checkpoint.folder import INDEX, Folder, open_folder
+from autotp.checkpoint.folder import INDEX, Folder, open_folder, read_text, regular_file
 from autotp.checkpoint.manifest import Manifest, load_manifest
+from autotp.checkpoint.output import Output
 from autotp.checkpoint.written import Progress
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header
@@ -66,9 +67,25 @@ def check_shards(
             progress(done, total, file.path.name)
     for output in ranks.outputs:
         findings += manifest.changed_companions(output.home)
+        findings += manifest.unlisted(output.home)
+        findings += _index(manifest, output)
     if source is not None:
         findings += _against(ranks, Path(source))
     return Integrity(folder, manifest, total, tuple(findings))
+
+
+def _index(manifest: Manifest, output: Output) -> Iterator[str]:
+    """A rank's index that is not the one that was written."""
+    if manifest.index is None:
+        return
+    path = output.home / INDEX
+    try:
+        text = read_text(regular_file(output.home, INDEX))
+    except CheckpointError as error:
+        yield str(error)
+        return
+    if text != output.index([output.header(file) for file in manifest.files], manifest.index):
+        yield f"{path}: is not what was written"
 
 
 def _tensor(ranks: Ranks, file: Header, entry: Entry) -> Iterator[str]:

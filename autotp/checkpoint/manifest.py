@@ -13,8 +13,9 @@ header text is the source's own, byte for byte, so that a merged file is too.
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NoReturn
@@ -26,7 +27,9 @@ from autotp.checkpoint.folder import (
     INDEX,
     JOURNAL,
     MANIFEST,
+    WEIGHTS,
     is_plain_name,
+    parse_weight_map,
     read_config,
     read_text,
     regular_file,
@@ -79,6 +82,22 @@ class Manifest:
             except CheckpointError as error:
                 yield str(error)
 
+    def unlisted(self, home: Path, among: Collection[str] | None = None) -> Iterator[str]:
+        """Files of the folder `home`, `among` these names, that were not written there, a line each.
+
+        Hidden folders are left alone.
+        """
+        known = {*self.companions, *(file.path.name for file in self.files)}
+        known |= set() if self.index is None else {INDEX}
+        for base, folders, files in os.walk(home):
+            folders[:] = [name for name in folders if name[0] != "."]
+            links = [name for name in folders if os.path.islink(os.path.join(base, name))]
+            for name in sorted((*files, *links)):
+                relative = os.path.relpath(os.path.join(base, name), home)
+                if relative not in known and (among is None or relative in among):
+                    says = f"was not written there: {MANIFEST} does not list it; remove it"
+                    yield f"{home}: {relative!r} {says}"
+
     def dumps(self) -> str:
         """The text of the manifest; the same decisions give the same text."""
         tensors: dict[str, Any] = {}
@@ -130,9 +149,12 @@ def load_manifest(folder: str | Path) -> Manifest:
         _refuse(path, f"its plan is not sound: {error.diagnostics[0].message}")
     files = tuple(_header(path, file) for file in text.files)
     layouts, digests = _tensors(path, text, files)
+    _check_index(path, text.index, files)
     for name in text.companions:
         if not _is_relative_name(name):
             _refuse(path, f"{name!r} is not the name of a file inside the folder")
+        if name.endswith(WEIGHTS):
+            _refuse(path, f"{name!r} is said to have travelled along, and may hold weights: none such does")
     return Manifest(
         tp=text.tp,
         plan=plan,
@@ -184,12 +206,29 @@ def _tensors(
     return layouts, digests
 
 
+def _check_index(path: Path, index: str | None, files: tuple[Header, ...]) -> None:
+    """The source's index, which `merge` writes again, must tell the files and tensors that were converted."""
+    if index is None:
+        if len(files) > 1:
+            _refuse(path, f"has {len(files)} files and no index that tells which tensor is in which")
+        return
+    table = parse_weight_map(path.with_name(f"{path.name} (index)"), index.encode("utf-8"), ".safetensors")
+    held = {file.path.name: file.tensors for file in files}
+    for name, file in table.items():
+        if name not in held.get(file, ()):
+            _refuse(path, f"its index says that {name!r} is in {file!r}, which does not hold it")
+    for file, tensors in held.items():
+        absent = next((name for name in tensors if table.get(name) != file), None)
+        if absent is not None:
+            _refuse(path, f"its index does not say that {absent!r} is in {file!r}")
+
+
 def _is_relative_name(name: str) -> bool:
     """Whether a name is one of a file in the folder or its sub-folders, and none of autotp's own."""
     path = PurePosixPath(name)
     parts = name.split("/")
     plain = all(map(is_plain_name, parts)) and not any(part[0] == "." for part in parts[:-1])
-    ours = parts[-1] in (MANIFEST, JOURNAL) or name == INDEX or name.endswith(".safetensors")
+    ours = parts[-1] in (MANIFEST, JOURNAL)
     return plain and not ours and str(path) == name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,10 +130,14 @@ class Ranks:
         home = self.outputs[0].home
         return {name: regular_file(home, name) for name in self.manifest.companions}
 
-    def check_companions(self) -> None:
-        """Raise CheckpointError when a rank's copy of a file that travelled along is not what was written."""
+    def check_companions(self, among: Collection[str] | None = None) -> None:
+        """Raise CheckpointError when a rank's copy of a file that travelled along is not what was written,
+        or there are others, `among` these names."""
         for output in self.outputs:
-            for fault in self.manifest.changed_companions(output.home):
+            for fault in (
+                *self.manifest.changed_companions(output.home),
+                *self.manifest.unlisted(output.home, among),
+            ):
                 raise CheckpointError(fault)
             for name in self.manifest.companions if self.manifest.digest == "none" else ():
                 if (output.home / name).read_bytes() != (self.outputs[0].home / name).read_bytes():

@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -99,6 +99,16 @@ class Staging:
             os.close(self._lock)
             raise
 
+    def keep(self, files: Collection[Path]) -> None:
+        """Of what an earlier run left, keep these files; links and all else would be put in place, and go."""
+        kept = {self.path / JOURNAL, *files}
+        for base, folders, names in os.walk(self.path, topdown=False):
+            for path in (Path(base) / name for name in (*names, *folders)):
+                if path.is_symlink() or (not path.is_dir() and path not in kept):
+                    path.unlink()
+                elif path.is_dir() and not os.listdir(path):
+                    path.rmdir()
+
     def finish(self, name: str, record: Mapping[str, Any]) -> None:
         """Note that `name` is finished, with what a later run must know of it."""
         self._append({"file": name, "record": record})
@@ -135,7 +145,9 @@ class Staging:
                     f"an interrupted run read other files: {changed} changed meanwhile; "
                     "remove this folder to start again",
                 )
-            (self.path / JOURNAL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            os.unlink(self.path / JOURNAL)
+            for line in lines:
+                self._append(line)
             return {line["file"]: line["record"] for line in lines[1:]}
         for entry in os.scandir(self.path):
             if entry.is_dir(follow_symlinks=False):
@@ -156,16 +168,31 @@ class Staging:
 def _journal(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a journal; a last line that was cut off is left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = "" if path.is_symlink() else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
     lines = []
     for line in text.split("\n")[:-1]:
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(found, dict) or not (_is_record(found) if lines else _is_job(found)):
+            break
+        lines.append(found)
     return lines
+
+
+def _is_job(line: Mapping[str, Any]) -> bool:
+    """Whether a line describes a run: under "source" each file as [name, …]."""
+    source = line.get("source")
+    files = source if isinstance(source, list) else [None]
+    return all(isinstance(file, list) and file and isinstance(file[0], str) for file in files)
+
+
+def _is_record(line: Mapping[str, Any]) -> bool:
+    """Whether a line tells of a finished file, as `finish` notes it."""
+    return isinstance(line.get("file"), str) and isinstance(line.get("record"), dict)
 
 
 def _changed(before: list[list[Any]], after: list[list[Any]]) -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Piece", "Stored", "in_checkpoint", "in_own_folder", "in_rank_folders"]
 
+SETTINGS = ("config.json", "generation_config.json")  # what a load reads beside the weights
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -70,7 +72,7 @@ def in_checkpoint(home: Path, plan: Any) -> tuple[dict[str, Stored], dict[str, A
 def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stored]:
     """The tensors of this rank's own folder, which is checked against the manifest, its config.json too."""
     home = rank_folder(folder, rank, manifest.tp)
-    for fault in manifest.changed_companions(home):
+    for fault in (*manifest.changed_companions(home), *manifest.unlisted(home, SETTINGS)):
         raise CheckpointError(fault)
     stored, output = {}, Output(home, manifest.layouts, rank, manifest.tp)
     for file in manifest.files:
@@ -85,7 +87,7 @@ def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stor
 
 def in_rank_folders(ranks: Ranks, rank: int) -> dict[str, Stored]:
     """The tensors of the folders of another number of ranks; what is whole, from any one of them."""
-    ranks.check_companions()
+    ranks.check_companions(SETTINGS)
     stored = {}
     for file in ranks.manifest.files:
         headers = ranks.headers[file.path.name]

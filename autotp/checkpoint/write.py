@@ -147,9 +147,14 @@ def scatter(
 
 
 def create(path: Path, header: bytes, size: int) -> int:
-    """A new file of `size` bytes that begins with `header`; returns its open descriptor."""
+    """A new file of `size` bytes that begins with `header`; returns its open descriptor.
+
+    What has its name is unlinked, never written into: it may be a link to a file elsewhere.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        if os.path.lexists(path):
+            os.unlink(path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         os.ftruncate(fd, size)
     except OSError as error:
         raise _cannot(path, error) from error
