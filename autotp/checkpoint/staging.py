@@ -171,7 +171,7 @@ def _journal(path: Path) -> list[dict[str, Any]]:
         text = "" if path.is_symlink() else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
-    lines = []
+    lines = list[dict[str, Any]]()
     for line in text.split("\n")[:-1]:
         try:
             found = json.loads(line)
