@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autotp.comm import Group
@@ -89,9 +90,12 @@ def local_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard 
     dim = _checked_dim(name, x, dim, shard)
     local = x.shape[dim]
     if shard is None:
-        if local == 0:
+        sizes = _everyones(x, group, dim)
+        if not any(sizes):
             raise UsageError(f"{name} on dim {dim}: its size is 0 on each of {group.size} ranks")
-        return cut_of(Shard(dim, deal(local * group.size, group.size)), local * group.size, dim)
+        ends = list(itertools.accumulate(sizes, initial=0))
+        ranges = tuple((bounds,) for bounds in itertools.pairwise(ends))
+        return Cut(dim, ends[-1], ranges, sizes, whole=True, shared=False)
     _check_ranks(name, shard, group)
     size = _whole_size(shard, local, group.rank)
     if size is None or not shard.fits(size) or shard.local_size(size, group.rank) != local:
@@ -100,6 +104,15 @@ def local_cut(name: str, x: Tensor, group: Group, dim: int | None, shard: Shard 
             f"on rank {group.rank} of {group.size}"
         )
     return cut_of(shard, size, dim)
+
+
+def _everyones(x: Tensor, group: Group, dim: int) -> tuple[int, ...]:
+    """Every rank's size of a dim. Where no number can be asked for (compiled code, a tensor without values)
+    it is this one's."""
+    if torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, torch.nn.Parameter):
+        return (x.shape[dim],) * group.size
+    mine = torch.tensor([x.shape[dim]], device=x.device)
+    return tuple(group.all_gather(mine, 0, [1] * group.size).tolist())
 
 
 def _whole_size(shard: Shard, local: int, rank: int) -> int | None:

@@ -302,7 +302,8 @@ def gather(x: Tensor, group: Mesh = None, *, dim: int | None = None, shard: Shar
     """The whole value, of which each rank holds the part `x`: [XX, XX] -> XXXX on every rank.
 
     `shard` says how the whole was cut: uneven parts, sections that are brought back into their original
-    order. Without it all parts have the size of this one. `dim` is the cut dim of `x`; the default is
+    order. Without it the parts are laid side by side, and the ranks ask each other for their sizes (compiled
+    code takes them to be equal). `dim` is the cut dim of `x`; the default is
     the shard's dim, or the last without a shard. Any dtype.
 
     Raises UsageError when the local size is no part of `shard`, or for a dim that `x` has not.

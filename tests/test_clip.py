@@ -144,3 +144,18 @@ def test_torchs_own_clipping_is_refused_for_parts() -> None:
     simulate(2, rank)
     model = autotp.shard(MLP(), {"fc1": "column", "fc2": "row"})
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_the_norm_that_torch_takes_of_parts_is_refused() -> None:
+    def part(group: Group) -> None:
+        model = autotp.shard(MLP(), {"fc1": "column", "fc2": "row"}, group)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(UsageError) as caught:
+            nn.utils.get_total_norm(p.grad for p in model.parameters())
+        assert str(caught.value).startswith(
+            "torch's get_total_norm is given 4 gradients, 3 of which are this rank's parts: each rank would "
+        )
+        whole = [model.fc2.bias.grad, torch.ones(3)]
+        assert nn.utils.get_total_norm(whole).item() == pytest.approx(torch.cat(whole).norm().item())
+
+    simulate(2, part)

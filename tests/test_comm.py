@@ -29,7 +29,7 @@ DTYPES = [
     torch.int16,
     torch.uint8,
 ]
-MOVED = [*DTYPES, torch.bool, torch.float8_e4m3fn]
+MOVED = [*DTYPES, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2fnuz, torch.uint16]
 
 
 def value(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -314,3 +314,27 @@ def compiled(group: Group) -> None:
 @pytest.mark.slow
 def test_compiled_in_one_graph(ranks) -> None:
     ranks(2)(as_rank, quietly, compiled)
+
+
+def test_label_smoothing_under_autocast_is_computed_as_without() -> None:
+    def here(group: Group) -> Tensor:
+        logits = torch.randn(16, 4096, generator=torch.Generator().manual_seed(0)) * 3 + 8
+        target, half = torch.arange(16), 4096 // group.size
+        part = logits[:, group.rank * half : (group.rank + 1) * half]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = vocab_parallel_cross_entropy(part, target, group=group, label_smoothing=0.1)
+        wanted = F.cross_entropy(logits.double(), target, label_smoothing=0.1)
+        return (found.double() - wanted).abs()
+
+    assert max(simulate(2, here)) < 5e-6
+
+
+def test_several_labels_of_no_tokens_and_no_labels_of_tokens() -> None:
+    for tokens, count in ((0, 3), (2, 0), (0, 0)):
+        logits, labels = torch.zeros(tokens, 4), torch.zeros(tokens, count, dtype=torch.long)
+        weights = labels.float()
+        for summed, last in ((True, 1), (False, count)):
+            loss = simulate(2, lambda group, summed=summed, given=(logits, labels, weights): (
+                vocab_parallel_multi_label_cross_entropy(*given, group=group, sum_labels=summed)
+            ))[0]  # fmt: skip
+            assert loss.shape == (tokens, last) and not loss.any()

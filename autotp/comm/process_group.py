@@ -24,8 +24,10 @@ T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
 _world: list[dist.ProcessGroup | None] = [None]  # whose groups are known
 _alive: weakref.WeakSet[ProcessGroupGroup] = weakref.WeakSet()
-_reduced_as = {torch.int16: torch.int32}  # gloo knows no 16-bit integers and no 8-bit floats
-_moved_as_bytes = {torch.int16, torch.float8_e4m3fn, torch.float8_e5m2}
+_float8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+# gloo knows no 16-bit integers, no unsigned ones but uint8, and no 8-bit floats
+_reduced_as = {torch.int16: torch.int32, **dict.fromkeys(_float8, torch.float32)}
+_moved_as_bytes = {torch.int16, *_float8, torch.float8_e8m0fnu, torch.uint16, torch.uint32, torch.uint64}
 
 
 class ProcessGroupGroup(KnownGroup):

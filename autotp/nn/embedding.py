@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autotp import mappings
-from autotp.clip_guard import watch
 from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
@@ -31,6 +30,7 @@ from autotp.nn.master import (
     shard_of,
     whole_number,
 )
+from autotp.part_guard import watch
 from autotp.placement import Shard
 from autotp.trace.delegates import delegates
 

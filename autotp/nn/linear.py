@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from autotp import mappings
-from autotp.clip_guard import watch
 from autotp.comm import Group, group_of
 from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
@@ -33,6 +32,7 @@ from autotp.nn.master import (
 )
 from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
+from autotp.part_guard import refuse_parametrized, watch
 from autotp.placement import Shard
 from autotp.trace.delegates import adds_nothing
 
@@ -231,6 +231,8 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UsageError(
                 f"ColumnParallelLinear: the input has {_features(input)}, in_features={self.in_features}"
             )
+        if self._modules:
+            refuse_parametrized(self, 0)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shares:  # rows that several ranks hold: their gradient is summed over the holders
@@ -329,6 +331,8 @@ class RowParallelLinear(_ParallelLinear):
                 f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
+        if self._modules:
+            refuse_parametrized(self, 1)
         return row_product(
             input, self.weight, self.bias, self.group,
             scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,

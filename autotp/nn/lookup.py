@@ -128,7 +128,7 @@ def renormalise_columns(
     """The same for a table of which each rank holds some columns: the norm is that of the whole row."""
     with torch.no_grad():
         named = ids.unique()  # type: ignore[no-untyped-call]
-        rows = table[named]
+        rows = F.embedding(named, table)  # an id that is none raises, and does not count from the end
         parts = torch.linalg.vector_norm(rows, norm_type, dim=-1).unsqueeze(0)
         norms = torch.linalg.vector_norm(group.all_gather(parts, 0, [1] * group.size), norm_type, dim=0)
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)

@@ -44,7 +44,8 @@ class _Statistics(torch.autograd.Function):
         z = logits.to(_wide(logits.dtype))
         own = [torch.logsumexp(z, -1, keepdim=True), z.gather(-1, index).masked_fill_(~held, 0)]
         if weights is not None:
-            own.append((z @ weights.to(z.dtype)).unsqueeze(-1))
+            with torch.autocast(z.device.type, enabled=False):  # which would take the product in 16 bits
+                own.append((z @ weights.to(z.dtype)).unsqueeze(-1))
         mine = torch.cat(own, -1).unsqueeze(0)  # (1, n, 1 + k [+ 1])
         every = mine if group.size == 1 else group.all_gather(mine, 0, [1] * group.size)
         picked = every[..., 1 : 1 + index.shape[-1]].sum(0)
@@ -236,15 +237,16 @@ def vocab_parallel_multi_label_cross_entropy(
             f"{name}: labels of shape {list(labels.shape)} and weights of shape {list(weights.shape)} do not "
             f"go with logits of shape {list(logits.shape)}: {[*logits.shape[:-1], 'C']} is needed for both"
         )
-    count = labels.shape[-1]
+    tokens, count = logits.shape[:-1].numel(), labels.shape[-1]
     position, held, ignored = _positions(
-        name, labels.reshape(-1, count), start=start, local=local, whole=whole, ignore_index=ignore_index
+        name, labels.reshape(tokens, count), start=start, local=local, whole=whole, ignore_index=ignore_index
     )
-    flat = logits.reshape(-1, local)
+    flat = logits.reshape(tokens, local)
     lse, picked, _ = _Statistics.apply(flat, position, held, None, group)  # type: ignore[no-untyped-call]
-    kept = weights.reshape(-1, count).to(lse.dtype)
+    kept = weights.reshape(tokens, count).to(lse.dtype)
     loss = (kept * (lse.unsqueeze(-1) - picked)).masked_fill(ignored, 0)
-    loss = (loss.sum(-1, keepdim=True) if sum_labels else loss).reshape(*logits.shape[:-1], -1)
+    loss = loss.sum(-1, keepdim=True) if sum_labels else loss
+    loss = loss.reshape(*logits.shape[:-1], loss.shape[-1])
     if not return_softmax:
         return loss
     softmax = (flat.to(lse.dtype) - mappings.copy(lse, group).unsqueeze(-1)).exp()

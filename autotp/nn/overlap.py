@@ -71,6 +71,7 @@ def copied_linear(
         and torch.is_grad_enabled()
         and x.requires_grad
         and weight.requires_grad
+        and x.shape[-1] > 0
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
     )

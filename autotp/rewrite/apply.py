@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from autotp.analysis import LAYOUTS, Analysis
-from autotp.clip_guard import watch
 from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.match import Placed
 from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from autotp.nn.norm import ParallelLayerNorm, ParallelRMSNorm
 from autotp.nn.shared import SharedCopy
+from autotp.part_guard import watch
 from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_common_stream, use_rank_stream

@@ -1,0 +1,134 @@
+"""What looks at parameters as a whole sees one rank's parts alone: where it is given any, it is refused.
+
+torch's `clip_grad_norm_` and `get_total_norm` would give every rank a norm of its own, and optimizers that
+take norms, products or line searches over a parameter (Adafactor, Muon, LBFGS) a step of its own; the ranks
+would drift apart without a word. The first cut layer puts a check before them, in `torch.nn.utils`, where
+training loops and trainers call it, and before every optimizer's step; a name that was imported from there
+before is the function without the check.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autotp.diagnostic import UsageError
+
+__all__ = ["refuse_parametrized", "watch"]
+
+_OWNERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_HELP = "\n  = help: autotp.clip_grad_norm_(model, max_norm) takes the norm of the whole model"
+
+ELEMENTWISE = frozenset({
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    "SparseAdam",
+})  # fmt: skip
+"""torch's optimizers that move each element by its own gradient and state: a part moves as in the whole."""
+_WHOLE = {
+    "Adafactor": "means of rows and columns and a root mean square of the parameter",
+    "LBFGS": "products and a line search over all parameters",
+    "Muon": "an orthogonalisation of the whole matrix",
+}
+
+
+def watch(module: nn.Module) -> None:
+    """Refuse what would take the parts that `module` holds for whole parameters."""
+    if not _OWNERS:
+        utils = torch.nn.utils
+        clip = _checked(utils.clip_grad.clip_grad_norm_, "parameters", lambda p: p)
+        utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = clip
+        utils.get_total_norm = _checked(utils.get_total_norm, "gradients", lambda p: p.grad)
+        _watch_optimizers()
+    _OWNERS.add(module)
+
+
+def _checked(
+    original: Callable[..., Tensor], what: str, of: Callable[[Tensor], Tensor | None]
+) -> Callable[..., Tensor]:
+    """The function, with the check before it; once. `of` gives what it takes of a parameter."""
+    if hasattr(original, "checks_parts"):
+        return original
+
+    @functools.wraps(original)
+    def checked(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        cut = {id(of(parameter)) for parameter in _cut()} & {id(t) for t in given if t is not None}
+        if cut:
+            name = original.__name__.lstrip("_")
+            raise UsageError(
+                f"torch's {name} is given {len(given)} {what}, {len(cut)} of which are this "
+                f"rank's parts: each rank would take another norm, and scale its gradients differently{_HELP}"
+            )
+        return original(given, *args, **kwargs)
+
+    checked.checks_parts = True  # type: ignore[attr-defined]
+    return checked
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises UsageError for an optimizer that looks at whole parameters; once a class, a warning for one
+    that is not known."""
+    known = _class_of_torch(type(optimizer))
+    if known in ELEMENTWISE or (known not in _WHOLE and type(optimizer) in _told):
+        return
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if given.isdisjoint(map(id, _cut())):
+        return
+    name = type(optimizer).__name__
+    if known in _WHOLE:
+        raise UsageError(
+            f"{name} takes {_WHOLE[known]}, and is given parameters of which this rank holds a part: each "
+            "rank would take another step\n"
+            "  = help: take an optimizer that moves each element on its own, such as AdamW or SGD"
+        )
+    _told.add(type(optimizer))
+    warnings.warn(
+        f"{name} is not an optimizer of torch: it is right on cut parameters if it moves each element by its "
+        "own gradient and state, and wrong if it takes norms or means over a parameter",
+        stacklevel=3,
+    )
+
+
+_told: set[type] = set()
+
+
+def refuse_parametrized(layer: nn.Module, dim: int) -> None:
+    """Raises UsageError where the weight of a layer that is cut on `dim` is made by torch's parametrizations
+    from norms or products over that dim: weight_norm of the other dim, spectral_norm, orthogonal."""
+    makers = layer._modules.get("parametrizations")
+    for made in () if makers is None else makers.modules():
+        kind = type(made)
+        whole = kind.__module__ == "torch.nn.utils.parametrizations"
+        if whole and not (kind.__name__ == "_WeightNorm" and getattr(made, "dim", None) == dim):
+            name = type(layer).__name__.removeprefix("Parametrized")
+            raise UsageError(
+                f"{name}: its weight is made by {kind.__name__.strip('_')} from this rank's "
+                f"part of its dim {dim} alone; take the parametrization away, or leave the layer whole"
+            )
+
+
+def _class_of_torch(kind: type[torch.optim.Optimizer]) -> str:
+    """The name of torch's class whose step an optimizer takes; "" for a step of its own."""
+    base = next(c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
+    same = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
+    return base.__name__ if same else ""
+
+
+def _cut() -> list[Tensor]:
+    """The cut parameters of everything that is watched and alive."""
+    from autotp.parts import parts_of
+
+    return [p.tensor for owner in list(_OWNERS) for p in parts_of(owner).values() if p.group.size > 1]

@@ -1,0 +1,96 @@
+"""What looks at whole parameters is refused where ranks hold parts of them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import autotp
+from autotp import part_guard
+from autotp.comm import simulate
+from autotp.diagnostic import UsageError
+from autotp.nn import ColumnParallelLinear, RowParallelLinear
+
+
+def trained(group, make, plan=True):
+    """The whole bias after two steps: a rank that stepped otherwise has another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    autotp.shard(model, {"0": "column", "2": "row"} if plan else None, group) if plan else None
+    optimizer = make(model.parameters())
+
+    def loss():
+        optimizer.zero_grad()
+        value = model(torch.linspace(-1, 1, 12).view(3, 4)).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(2):
+        optimizer.step(loss)
+    return model[2].bias.detach().clone()
+
+
+@pytest.mark.parametrize("name", sorted(part_guard.ELEMENTWISE - {"SparseAdam"}))
+def test_elementwise_optimizers_step_as_in_one_process(name):
+    kind = getattr(torch.optim, name)
+    want = trained(None, lambda p: kind(p, lr=0.01), plan=False)
+    for bias in simulate(2, lambda g: trained(g, lambda p: kind(p, lr=0.01))):
+        torch.testing.assert_close(bias, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "takes"), [
+    ("Adafactor", "means of rows and columns"), ("LBFGS", "products and a line search"),
+    ("Muon", "an orthogonalisation of the whole matrix"),
+])  # fmt: skip
+def test_optimizers_of_whole_parameters_are_refused(name, takes):
+    kind = getattr(torch.optim, name)
+
+    def made(parameters):
+        return kind([p for p in parameters if p.ndim == 2 or name != "Muon"])
+
+    with pytest.raises(UsageError, match=f"^{name} takes {takes}.* this rank holds a part"):
+        simulate(2, lambda g: trained(g, made))
+    trained(None, made, plan=False)  # a model that is whole is nobody's business
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Renamed(torch.optim.SGD):
+    pass
+
+
+def test_an_optimizer_that_is_not_known_is_told_of_once():
+    with pytest.warns(
+        UserWarning, match="Own is not an optimizer of torch: it is right on cut parameters if"
+    ):
+        simulate(2, lambda g: trained(g, lambda p: Own(p, lr=0.1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        simulate(2, lambda g: trained(g, lambda p: Own(p, lr=0.1)))
+        simulate(2, lambda g: trained(g, lambda p: Renamed(p, lr=0.1)))
+
+
+def test_a_weight_that_is_made_from_a_part():
+    def here(group, layer, make, dim):
+        made = make(layer(8, 8, group=group), **({} if dim is None else {"dim": dim}))
+        return made(torch.ones(2, 8))
+
+    norm = parametrizations.weight_norm
+    for layer, make, dim in [
+        (RowParallelLinear, norm, 0), (ColumnParallelLinear, norm, 1),
+        (RowParallelLinear, parametrizations.spectral_norm, None),
+        (ColumnParallelLinear, parametrizations.orthogonal, None),
+    ]:  # fmt: skip
+        with pytest.raises(
+            UsageError, match=f"^{layer.__name__}: its weight is made by .* from this rank's part"
+        ):
+            simulate(2, lambda g, given=(layer, make, dim): here(g, *given))
+    for layer, dim in ((RowParallelLinear, 1), (ColumnParallelLinear, 0)):  # norms inside of the part
+        assert len(simulate(2, lambda g, given=(layer, norm, dim): here(g, *given))) == 2
