@@ -122,9 +122,9 @@ def refuse_parametrized(layer: nn.Module, dim: int) -> None:
 
 def _class_of_torch(kind: type[torch.optim.Optimizer]) -> str:
     """The name of torch's class whose step an optimizer takes; "" for a step of its own."""
-    base = next(c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
+    base: Any = next(c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
     same = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
-    return base.__name__ if same else ""
+    return str(base.__name__) if same else ""
 
 
 def _cut() -> list[Tensor]:

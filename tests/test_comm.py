@@ -38,7 +38,9 @@ def value(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """As a dtype that can be pickled: 8-bit floats cannot."""
+    """As a dtype that can be pickled: 8-bit floats and uint16 cannot."""
+    if x.dtype == torch.uint16:
+        return x.int()
     return x.float() if x.element_size() == 1 and x.is_floating_point() else x
 
 
