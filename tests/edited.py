@@ -196,6 +196,17 @@ class Checked(Mixed):
         return h
 
 
+class CheckedTogether(Mixed):
+    """The same of batch and heads in one dim."""
+
+    def split(self, h):
+        batch = len(h)
+        h = h.view(batch * self.heads, self.dim)
+        if h.size() != (batch * self.heads, self.dim):
+            raise ValueError(f"the shape should be {(batch * self.heads, self.dim)}, and is {h.size()}")
+        return h.view(batch, self.heads, self.dim)
+
+
 class Comprehension(Mixed):
     def split(self, h):
         (found,) = [part.view(*[len(h), self.heads], self.dim) for part in (h,)]

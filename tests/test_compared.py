@@ -9,6 +9,7 @@ from torch import nn
 import autotp
 from autotp.diagnostic import errors
 from autotp.trace.noted import argument, noting, plain
+from tests import edited
 
 PLAN = {"fc1": "column", "fc2": "row"}
 INPUTS = (torch.zeros(2, 17, 8),)
@@ -79,6 +80,12 @@ def _usual(x, h):
 
 def test_comparisons_of_the_same_kind_of_sizes_are_proven():
     assert autotp.verify(Between(_usual), PLAN, tp=3, inputs=INPUTS).ok
+
+
+def test_a_check_that_batch_and_heads_make_one_dim_is_proven():
+    """Both sides have the batch in them: XGLM checks its attention so."""
+    plan = {"fc1": {"style": "column", "heads": 3}, "fc2": {"style": "row", "heads": 3}}
+    assert autotp.verify(edited.CheckedTogether(), plan, tp=3, inputs=torch.randn(5, 8)).ok
 
 
 def test_comparisons_are_no_matter_where_nothing_is_cut():

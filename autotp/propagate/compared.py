@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from autotp.placement import INVARIANT
+from autotp.placement import INVARIANT, Shard
 from autotp.propagate.arguments import local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.findings import origins_of
@@ -50,7 +50,7 @@ class _Comparisons:
         for one in self.whole.trace.compared:
             cut = next((dim for dim in sorted(one.dims) if self.is_cut(dim)), None)
             free = next((dim for dim in sorted(one.dims) if self._is_free(dim)), None)
-            if cut is None or free is None:
+            if cut is None or free is None or (one.equal and self._is_merged(cut)):
                 continue
             node = self.nodes[cut[0]]
             conflict = Conflict(
@@ -90,6 +90,13 @@ class _Comparisons:
         return any(
             local_shape(shape, layout, r)[dim[1]] != shape[dim[1]] for r in range(self.whole.matches.tp)
         )
+
+    def _is_merged(self, dim: Dim) -> bool:
+        """Whether it is a batch and something cut in one dim: what equals it here has the batch in it, too, and
+        each rank's trace shows that they are equal there."""
+        layout = self.whole.layouts[self.nodes[dim[0]]][0]
+        groups = layout.groups if isinstance(layout, Shard) and layout.dim == dim[1] else 1
+        return groups > 1 and self._counts_input(groups)
 
     def _is_free(self, dim: Dim) -> bool:
         """Whether it is a multiple of a size of the inputs, and none of a parameter's."""

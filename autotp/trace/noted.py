@@ -39,11 +39,12 @@ def argument(name: str) -> Dim:
 @dataclass(frozen=True)
 class Compared:
     """Numbers that were compared, or hashed: the dims and arguments they come from. `bound`: a slice compared
-    its bound with a size."""
+    its bound with a size. `equal`: it was asked whether they are equal, and they are."""
 
     dims: frozenset[Dim]
     source: Span | None
     bound: bool = False
+    equal: bool = False
 
 
 class Notes:
@@ -60,16 +61,16 @@ class Notes:
             return value
         return _noted(value, frozenset([argument(name)]), self)
 
-    def compared(self, dims: frozenset[Dim], *, bound: bool = False) -> None:
+    def compared(self, dims: frozenset[Dim], *, bound: bool = False, equal: bool = False) -> None:
         frame = sys._getframe(2)
         if not self.open or is_library(frame.f_code.co_filename):
             return
         if len(dims) < 2 and not any(dim == _ARGUMENT for _, dim in dims):
             return  # one number of the model
-        key = (id(frame.f_code), frame.f_lasti, dims)
+        key = (id(frame.f_code), frame.f_lasti, dims, equal)
         if key not in self._known:
             self._known.add(key)
-            self.compares.append(Compared(dims, caller_span(3), bound))
+            self.compares.append(Compared(dims, caller_span(3), bound, equal))
 
 
 class _Noted:
@@ -146,7 +147,8 @@ def _compares(base: type, name: str) -> Callable[..., Any]:
 
     def compare(self: Any, other: Any) -> Any:
         if not (self.product and type(other) is int and other == 0):  # zero, if a size is
-            self.log.compared(self.dims | _dims(other))
+            equal = name in ("eq", "ne") and bool(base.__eq__(self, other))
+            self.log.compared(self.dims | _dims(other), equal=equal)
         return function(self, other)
 
     return compare
