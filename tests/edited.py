@@ -200,7 +200,7 @@ class CheckedTogether(Mixed):
     """The same of batch and heads in one dim."""
 
     def split(self, h):
-        batch = len(h)
+        batch, _ = h.shape
         h = h.view(batch * self.heads, self.dim)
         if h.size() != (batch * self.heads, self.dim):
             raise ValueError(f"the shape should be {(batch * self.heads, self.dim)}, and is {h.size()}")

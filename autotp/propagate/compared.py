@@ -92,7 +92,7 @@ class _Comparisons:
         )
 
     def _is_merged(self, dim: Dim) -> bool:
-        """Whether it is a batch and something cut in one dim: what equals it here has the batch in it, too, and
+        """Whether it is a batch and something cut in one dim: what equals it has the batch in it, too, and
         each rank's trace shows that they are equal there."""
         layout = self.whole.layouts[self.nodes[dim[0]]][0]
         groups = layout.groups if isinstance(layout, Shard) and layout.dim == dim[1] else 1
