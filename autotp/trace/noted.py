@@ -147,7 +147,7 @@ def _compares(base: type, name: str) -> Callable[..., Any]:
 
     def compare(self: Any, other: Any) -> Any:
         if not (self.product and type(other) is int and other == 0):  # zero, if a size is
-            equal = name in ("eq", "ne") and bool(base.__eq__(self, other))
+            equal = name in ("eq", "ne") and function(self, other) is (name == "eq")
             self.log.compared(self.dims | _dims(other), equal=equal)
         return function(self, other)
 
