@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.trace import capture as routes
 from autotp.trace import recorder
 from autotp.trace.capture import capture
 from autotp.trace.graph import TraceError
@@ -75,7 +74,7 @@ def test_export_when_the_recorder_fails(monkeypatch):
 
 
 def test_what_export_cannot_do_is_not_exported(monkeypatch):
-    monkeypatch.setattr(routes, "export", lambda *args, **kwargs: pytest.fail("exported"))
+    monkeypatch.setattr("autotp.trace.export.export", lambda *args, **kwargs: pytest.fail("exported"))
     for options in ({"exporting": False}, {"then": lambda out: ((X,), {})}):
         with pytest.raises(TraceError):
             capture(nn.Linear(5, 5), (X,), {}, **options)

@@ -15,7 +15,6 @@ from torch import nn
 
 from autotp.trace import recorder
 from autotp.trace.calls import Boundary
-from autotp.trace.export import export
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.layers import Layers
 from autotp.trace.recorder import Guide, Step
@@ -49,7 +48,7 @@ def capture(
     Raises TraceError when the forward cannot be traced.
     """
     if like is not None and like.route == "export":
-        return export(module, args, kwargs, grad=grad, shapes=shapes, before=before, after=after)
+        return _exported(module, args, kwargs, grad=grad, shapes=shapes, before=before, after=after)
     opaque = frozenset(like.opaque if like is not None else ())
     first: TraceError | None = None
     for _ in range(_RETRIES):
@@ -69,10 +68,16 @@ def capture(
     assert first is not None
     if like is None and exporting and then is None and not first.dynamic:
         try:
-            return export(module, args, kwargs, grad=grad, shapes=shapes, before=before, after=after)
+            return _exported(module, args, kwargs, grad=grad, shapes=shapes, before=before, after=after)
         except TraceError:
             pass
     raise first
+
+
+def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **options: Any) -> Trace:
+    from autotp.trace.export import export  # few need it, and its ops take time to define
+
+    return export(module, args, kwargs, **options)
 
 
 def _alike(root: nn.Module, path: str) -> frozenset[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,15 +28,36 @@ except ImportError as error:  # pragma: no cover - the tested torch has them all
     MISSING = str(error)
 
 __all__ = [
-    "FAKE", "MISSING", "NO_CONSTANT", "Fakes", "Made", "OpMode", "Symbolic", "Template", "aside", "asked",
-    "copied", "flags", "is_fake", "like", "made_like", "memory", "modes_off", "only_fakes",
-    "python_dispatcher", "storage",
+    "FAKE",
+    "MISSING",
+    "NO_CONSTANT",
+    "REQUIRES_GRAD",
+    "Fakes",
+    "OpMode",
+    "Symbolic",
+    "Template",
+    "aside",
+    "copied",
+    "data_like",
+    "device",
+    "flags",
+    "is_fake",
+    "like",
+    "memory",
+    "modes_off",
+    "only_fakes",
+    "python_dispatcher",
+    "storage",
+    "symbolic",
+    "wrapped",
 ]  # fmt: skip
 
 FAKE: Any = FakeTensor if MISSING is None else None
 """The class of fake tensors."""
-NO_CONSTANT = 5
-"""The place in `like` that says that a tensor's values are not known."""
+BACKWARD = (torch.autograd, "_engine_run_backward")
+"""Where the function stands that runs every backward."""
+NO_CONSTANT, REQUIRES_GRAD = 5, 6
+"""The places in `like` that say that a tensor's values are not known, and that it requires a gradient."""
 
 
 class Symbolic(Exception):
@@ -88,7 +109,11 @@ class Fakes:
     ) -> torch.Tensor:
         """A fake tensor; one of a tensor on the meta device is on the CPU."""
         data = torch.empty(shape, dtype=dtype, device="meta")
-        return _wrapped(data, self.attributes(device), requires_grad)
+        return wrapped(data, self.attributes(device), requires_grad)
+
+    def remembered_elsewhere(self, elsewhere: bool) -> None:
+        """Whether the mode need not remember results itself."""
+        self.mode.cache_enabled = self.mode.cache_enabled and not elsewhere
 
     def attributes(self, device: torch.device) -> dict[str, Any]:
         """What hangs on each fake tensor on a device."""
@@ -100,7 +125,7 @@ class Fakes:
         return found
 
 
-def _wrapped(data: torch.Tensor, attributes: dict[str, Any], requires_grad: bool) -> torch.Tensor:
+def wrapped(data: torch.Tensor, attributes: dict[str, Any], requires_grad: bool) -> torch.Tensor:
     """A fake tensor of the data of a meta tensor, without a run through torch."""
     new: torch.Tensor = torch.Tensor._make_subclass(
         FakeTensor, data, requires_grad,
@@ -126,7 +151,18 @@ class Template:
         self.attributes, self.needs = dict(tensor.__dict__), tensor.requires_grad
 
     def __call__(self) -> torch.Tensor:
-        return _wrapped(self.data, self.attributes, self.needs)
+        return wrapped(self.data, self.attributes, self.needs)
+
+
+def symbolic(tensor: torch.Tensor) -> bool:
+    """Whether a size of it depends on values."""
+    return bool(tensor._has_symbolic_sizes_strides)
+
+
+def device(tensor: torch.Tensor) -> torch.device:
+    """The device that a fake tensor is on."""
+    on: torch.device = tensor.__dict__["_fake_device"]
+    return on
 
 
 def like(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -203,9 +239,6 @@ def flags(compiling: bool, exporting: bool) -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
-# -- results that are made without a run through torch
-
-
 def only_fakes() -> bool:
     """Whether an op that is called now is seen by the fake tensors' mode alone: by no other mode, transform,
     hook on what autograd saves, or forward derivative, nor in inference mode."""
@@ -218,87 +251,16 @@ def only_fakes() -> bool:
     )
 
 
-class Made:
-    """How an op's result is made anew, in its own memory, or as a view of `viewed`, an argument of the op."""
-
-    __slots__ = ("dtype", "needs", "offset", "on", "shape", "strides", "viewed")
-
-    def __init__(self, tensor: torch.Tensor, viewed: int | None) -> None:
-        self.shape, self.strides = tuple(tensor.shape), tensor.stride()
-        self.offset, self.dtype = tensor.storage_offset(), tensor.dtype
-        self.on, self.needs, self.viewed = tensor.__dict__["_fake_device"], tensor.requires_grad, viewed
-
-    def __call__(self, fakes: Fakes, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """The result, of an op on these tensors."""
-        with torch._C._DisableTorchDispatch():
-            if self.viewed is None:
-                data = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-            else:
-                data = torch.empty((0,), dtype=self.dtype, device="meta")
-                data.set_(tensors[self.viewed].untyped_storage(), self.offset, self.shape, self.strides)
-        return _wrapped(data, fakes.attributes(self.on), self.needs)
-
-
-def made_like(out: torch.Tensor, tensors: list[torch.Tensor], fakes: Fakes) -> Made | int | None:
-    """How `out`, the result of an op on `tensors`, is made anew: the number of the tensor that it is, or as
-    `Made` says; None where it cannot be."""
-    same = [number for number, tensor in enumerate(tensors) if tensor is out]
-    if same:
-        return same[0] if len(same) == 1 else None
-    if type(out) is not FakeTensor or out.dtype.is_complex or out._has_symbolic_sizes_strides:
-        return None
-    if out.layout is not torch.strided or out.__dict__ != fakes.attributes(out.__dict__["_fake_device"]):
-        return None
-    storage = out.untyped_storage()._cdata
-    seen = [number for number, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
-    if len(seen) > 1 or (not seen and out.storage_offset()):
-        return None
-    return Made(out, seen[0] if seen else None)
-
-
-@contextlib.contextmanager
-def asked(tell: Callable[[], None]) -> Iterator[None]:
-    """While the context lasts, `tell` is called where code asks fake tensors how autograd sees them, which
-    a tensor that was made without autograd does not know."""
-    names = ("grad_fn", "is_leaf", "_base", "_version")
-    methods = ("retain_grad", "requires_grad_", "_is_view")
-
-    def property_of(name: str) -> property:
-        descriptor = getattr(torch.Tensor, name)
-
-        def read(self: torch.Tensor) -> Any:
-            tell()
-            return descriptor.__get__(self)
-
-        return property(read)
-
-    def method_of(name: str) -> Callable[..., Any]:
-        inner = getattr(torch.Tensor, name)
-
-        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            tell()
-            return inner(self, *args, **kwargs)
-
-        return method
-
-    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        tell()
-        return engine(*args, **kwargs)
-
-    before = {name: vars(FakeTensor)[name] for name in (*names, *methods) if name in vars(FakeTensor)}
-    try:
-        for name in names:
-            setattr(FakeTensor, name, property_of(name))
-        for name in methods:
-            setattr(FakeTensor, name, method_of(name))
-        torch.autograd._engine_run_backward = backward  # type: ignore[attr-defined]
-        yield
-    finally:
-        torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
-        for name in (*names, *methods):
-            if name in before:
-                setattr(FakeTensor, name, before[name])
-            else:
-                delattr(FakeTensor, name)
+def data_like(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    of: torch.Tensor | None,
+) -> torch.Tensor:
+    """A meta tensor in its own memory, or in that of the fake tensor `of`."""
+    with torch._C._DisableTorchDispatch():
+        if of is None:
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        data = torch.empty((0,), dtype=dtype, device="meta")
+        return data.set_(of.untyped_storage(), offset, shape, strides)

@@ -143,7 +143,8 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                 mode = mode.otherwise
                 continue
             # Proven with gradients, a forward is proven without.
-            known = seen.get(signature(trace, gradients=mode.grad))
+            told = signature(trace, gradients=mode.grad)
+            known = seen.get(told)
             if known is not None:
                 result.covered[mode.name] = known
                 for path, calls in trace.given.items():
@@ -153,8 +154,9 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
             else:
                 traces[mode.name] = trace
                 result.traces.append((mode, trace))
-                for gradients in {mode.grad, False}:
-                    seen.setdefault(signature(trace, gradients=gradients), mode.name)
+                seen[told] = mode.name
+                if mode.grad:
+                    seen.setdefault(signature(trace, gradients=False), mode.name)
             break
     return result
 
@@ -199,7 +201,8 @@ def training(module: nn.Module, mode: bool) -> Iterator[None]:
         yield
     finally:
         for owner, flag in flags:
-            owner.training = flag
+            if owner.training is not flag:
+                owner.training = flag
 
 
 def _rank(samples: Samples) -> int:

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from autotp.trace import hooks
+from autotp.trace.asked import asked
 from autotp.trace.branches import unwatched, watching
 from autotp.trace.calls import Boundary, Calls
 from autotp.trace.faked import Faked, faked
@@ -38,11 +38,12 @@ from autotp.trace.graph import (
 from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
 from autotp.trace.noted import noting
+from autotp.trace.operands import gives_number, tensors_of, written_by
 from autotp.trace.remembered import Forgotten, Remembered
 from autotp.trace.sameness import Different
 from autotp.trace.source import outermost
 from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
-from autotp.trace.untouched import untouched
+from autotp.trace.untouched import only_forward_is_new, untouched
 from autotp.trace.values import Known, val_of
 
 _TRIES = 6  # recordings in which layers are found not to be what they look like
@@ -167,7 +168,7 @@ def _record(
                 named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
                 args = tuple(notes.argument(name, value) for name, value in named)
                 kwargs = {name: notes.argument(name, value) for name, value in kwargs.items()}
-            stack.enter_context(hooks.asked(recorder.asked))
+            stack.enter_context(asked(recorder.asked))
             stack.enter_context(hooks.python_dispatcher())
             stack.enter_context(recorder)
             stack.enter_context(watching(tracer))
@@ -207,9 +208,9 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             func, args, kwargs = self.paused(self._guide, func, args, kwargs)
         if not self.repeats.inside:
             self.repeats.break_off()
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = [*tensors_of(args), *tensors_of(kwargs)]
         placed = self.argument(tuple(args)), self.argument(dict(kwargs))
-        written = _mutated(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         mutated = [self.node(t) for t in written]
         if any(node.target is REPEATED for node in mutated):
             raise Different("")
@@ -224,8 +225,8 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         except BaseException:
             self.trace.graph.erase_node(node)
             raise
-        results = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        if not results and not mutated and not _gives_number(func, out, inputs):
+        results = list(tensors_of(out))
+        if not results and not mutated and not gives_number(func, out, inputs):
             self.trace.graph.erase_node(node)
             return out
         node.meta["mutates"] = mutated
@@ -302,7 +303,7 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         self._remembered.check()
         for path, module in self._modules:
             before = self._attributes.get(id(module), {})
-            if _only_forward_is_new(vars(module), before):
+            if only_forward_is_new(vars(module), before):
                 continue
             left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
             self.trace.kept |= numbers_in(left, path)
@@ -313,16 +314,6 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
-
-
-def _only_forward_is_new(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether a module's attributes are those before, and the watched `forward` behind them."""
-    return (
-        len(now) == len(before) + 1
-        and next(reversed(now)) == "forward"
-        and all(map(operator.is_, now, before))
-        and all(map(operator.is_, now.values(), before.values()))
-    )
 
 
 _RUNNING: list[Any] = []
@@ -336,23 +327,3 @@ def in_place_of(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tenso
     (new,) = recorder.replaced((tensor,), (recorder.paused(make, tensor),))
     assert isinstance(new, torch.Tensor)
     return new
-
-
-def _gives_number(func: Any, out: Any, inputs: list[torch.Tensor]) -> bool:
-    """`x.item()`: a value leaves the tensors; a sharded one must not lose its trace there. Its sizes do:
-    what is made of them is compared."""
-    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex)
-    of_shape = func in (torch.ops.aten.size.int, torch.ops.aten.sym_size.int)
-    return bool(inputs) and isinstance(out, numbers) and not of_shape
-
-
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-    return found

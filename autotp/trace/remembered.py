@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autotp.trace import hooks
+from autotp.trace.made import made_like
 from autotp.trace.sameness import state
 
 __all__ = ["Forgotten", "Remembered"]
@@ -30,8 +31,28 @@ _PLAIN = frozenset(
 # Their results are of a form that depends on more than their arguments: on which kernels are switched on, or
 # on how much memory there is.
 _NOT = ("attention", "conv", "batch_norm", "rnn", "lstm", "gru", "as_strided", "set_", "resize")
+# Their results are of one form whether gradients are recorded or not, and require one where any argument
+# does: what is known with gradients is known without.
+_SIMPLE = frozenset(
+    [
+        *(
+            "view",
+            "reshape",
+            "transpose",
+            "permute",
+            "unsqueeze",
+            "squeeze",
+            "slice",
+            "select",
+            "expand",
+            "t",
+        ),
+        *("alias", "cat", "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "cos", "sin", "mean"),
+        *("sum", "silu", "gelu", "relu", "tanh", "sigmoid"),
+    ]
+)
 _KNOWN: dict[Any, Any] = {}
-_MAY: dict[Any, bool] = {}
+_SORTS: dict[Any, str] = {}
 
 
 class Forgotten(BaseException):
@@ -43,6 +64,7 @@ class Remembered:
 
     def __init__(self, fakes: hooks.Fakes, *, on: bool) -> None:
         self._fakes, self._on = fakes, on
+        fakes.remembered_elsewhere(on)
         self._made: list[torch.Tensor] = []
         self._memory: set[int] = set()  # what the first of them see
         self._looked = 0
@@ -54,11 +76,14 @@ class Remembered:
         key = self._key(func, args, kwargs, tensors) if self._on else None
         if key is None:
             return func(*args, **kwargs)
+        needs = None
+        if _SORTS[func] == "simple":
+            needs = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         known = _KNOWN.get(key)
         if known is not None:
-            return self._again(known, tensors)
+            return self._again(known, tensors, needs)
         out = func(*args, **kwargs)
-        found = self._found(out, tensors)
+        found = self._found(out, tensors, needs)
         if found is not None:
             if len(_KNOWN) > _LIMIT:
                 _KNOWN.clear()
@@ -89,20 +114,21 @@ class Remembered:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         """All that the results depend on; None where that is not known. `tensors` takes the op's own."""
-        may = _MAY.get(func)
-        if may is None:
-            may = _MAY[func] = _may(func)
-        if not may or not hooks.only_fakes():
+        sort = _SORTS.get(func)
+        if sort is None:
+            sort = _SORTS[func] = _sort(func)
+        if sort == "other" or not hooks.only_fakes():
             self._on = self._on and not torch.is_inference_mode_enabled()
             return None
+        last = hooks.REQUIRES_GRAD if sort == "simple" else None
         try:
-            given = tuple([self._spec(value, tensors) for value in args])
-            named = tuple([(name, self._spec(value, tensors)) for name, value in kwargs.items()])
+            given = tuple([self._spec(value, tensors, last) for value in args])
+            named = tuple([(name, self._spec(value, tensors, last)) for name, value in kwargs.items()])
         except (_Unknown, hooks.Symbolic):
             return None
-        return func, given, named, state()
+        return func, given, named, state()[0 if last is None else 1 :]
 
-    def _spec(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+    def _spec(self, value: Any, tensors: list[torch.Tensor], last: int | None) -> Any:
         kind = type(value)
         if kind is hooks.FAKE:
             if value.dtype.is_complex:
@@ -112,26 +138,30 @@ class Remembered:
             found = hooks.like(value)
             if not found[hooks.NO_CONSTANT]:
                 raise _Unknown
-            return found
+            return found[:last]
         if kind in _PLAIN:
             return kind, value
         if kind is tuple or kind is list or kind is torch.Size:
-            return kind, *[self._spec(part, tensors) for part in value]
+            return kind, *[self._spec(part, tensors, last) for part in value]
         raise _Unknown
 
-    def _found(self, out: Any, tensors: list[torch.Tensor]) -> Any:
+    def _found(self, out: Any, tensors: list[torch.Tensor], needs: bool | None) -> Any:
         if type(out) is tuple or type(out) is list:
-            parts = [self._found(part, tensors) for part in out]
+            parts = [self._found(part, tensors, needs) for part in out]
             return None if not parts or None in parts else (type(out), parts)
-        return hooks.made_like(out, tensors, self._fakes) if isinstance(out, torch.Tensor) else None
+        if not isinstance(out, torch.Tensor):
+            return None
+        if needs is not None and out.requires_grad != (needs and out.is_floating_point()):
+            return None
+        return made_like(out, tensors, self._fakes)
 
-    def _again(self, known: Any, tensors: list[torch.Tensor]) -> Any:
+    def _again(self, known: Any, tensors: list[torch.Tensor], needs: bool | None) -> Any:
         if type(known) is int:
             return tensors[known]
         if type(known) is tuple:
             kind, parts = known
-            return kind([self._again(part, tensors) for part in parts])
-        made = known(self._fakes, tensors)
+            return kind([self._again(part, tensors, needs) for part in parts])
+        made = known(self._fakes, tensors, needs)
         self._made.append(made)
         return made
 
@@ -140,12 +170,11 @@ class _Unknown(Exception):
     """An argument of which is not known what a result depends on."""
 
 
-def _may(func: Any) -> bool:
+def _sort(func: Any) -> str:
     schema = getattr(func, "_schema", None)
-    name = getattr(func, "__name__", "")
-    return (
-        schema is not None
-        and getattr(func, "namespace", "") == "aten"
-        and not schema.is_mutable
-        and not any(part in name for part in _NOT)
-    )
+    if schema is None or schema.is_mutable or getattr(func, "namespace", "") != "aten":
+        return "other"
+    name, _, _ = func.__name__.partition(".")
+    if any(part in name for part in _NOT):
+        return "other"
+    return "simple" if name in _SIMPLE else "known"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["untouched"]
+__all__ = ["only_forward_is_new", "untouched"]
 
 _CONTAINERS = (dict, list, set, deque)
 _LEAVES = (
@@ -157,3 +157,13 @@ class _Saved:
 def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
     same = len(live) == len(before) and all(map(operator.is_, live, before))
     return not same or not all(map(operator.is_, live.values(), before.values()))
+
+
+def only_forward_is_new(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a module's attributes are those before, and the watched `forward` behind them."""
+    return (
+        len(now) == len(before) + 1
+        and next(reversed(now)) == "forward"
+        and all(map(operator.is_, now, before))
+        and all(map(operator.is_, now.values(), before.values()))
+    )
