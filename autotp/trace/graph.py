@@ -270,10 +270,10 @@ def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[s
         if value is None or isinstance(value, _LEAVES):
             yield where, value, cache
             continue
-        if isinstance(value, _CODE) or id(value) in seen:
+        kind = type(value)
+        if issubclass(kind, _CODE) or id(value) in seen:
             continue
         seen.add(id(value))
-        kind = type(value)
         if kind is tuple or kind is list:
             for index in range(len(value) - 1, -1, -1):
                 todo.append((f"{where}[{index}]", value[index], cache))

@@ -142,12 +142,13 @@ class Template:
     __slots__ = ("attributes", "data", "needs", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        held = offset + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        with torch._C._DisableTorchDispatch():
-            data = torch.empty((max(held, 0),), dtype=tensor.dtype, device="meta")
-            self.data = data.as_strided(shape, strides, offset)
-        self.storage = data.untyped_storage()._cdata
+        shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        held = None
+        if offset:
+            last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+            held = data_like((max(offset + 1 + last, 0),), (1,), 0, tensor.dtype, None)
+        self.data = data_like(shape, strides, offset, tensor.dtype, held)
+        self.storage = storage(self.data)
         self.attributes, self.needs = dict(tensor.__dict__), tensor.requires_grad
 
     def __call__(self) -> torch.Tensor:
@@ -258,7 +259,7 @@ def data_like(
     dtype: torch.dtype,
     of: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A meta tensor in its own memory, or in that of the fake tensor `of`."""
+    """A meta tensor in its own memory (without an offset), or in that of the tensor `of`."""
     with torch._C._DisableTorchDispatch():
         if of is None:
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")

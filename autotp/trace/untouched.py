@@ -95,7 +95,7 @@ class _Saved:
         while todo:
             value = todo.pop()
             kind = type(value)
-            if kind in _PLAIN or id(value) in self.seen or isinstance(value, _LEAVES):
+            if kind in _PLAIN or id(value) in self.seen or issubclass(kind, _LEAVES):
                 continue
             self.seen.add(id(value))
             if kind in _EMPTY and not value:
