@@ -88,7 +88,7 @@ def many(x, weight):
     return z, w, mean.sum() + variance.mean(), places, v, half, *parts
 
 
-@pytest.mark.parametrize("build", [lambda: Runs(many), lambda: models.llama()], ids=["many", "llama"])
+@pytest.mark.parametrize("build", [lambda: Runs(many), lambda: models.llama(num_hidden_layers=1)], ids=["many", "llama"])
 def test_what_is_made_is_what_a_run_gives(build, compared):
     model = build()
     if isinstance(model, Runs):
@@ -249,6 +249,26 @@ def test_torchs_state_is_a_part_of_what_is_known(function):
     if function is cast:
         first, second = (o.node.meta["val"].dtype for o in trace.outputs)
         assert (first, second) == (torch.bfloat16, torch.float32)
+
+
+def read_otherwise(x, weight):
+    return (x @ weight).view(torch.int32).view(torch.float32), (x @ weight).view(15, 4)
+
+
+def negative(x, weight):
+    y = torch._neg_view(x @ weight)
+    return y.resolve_neg(), (x @ weight).resolve_neg()
+
+
+def sparse(x, weight):
+    return x @ torch.sparse.mm(torch.eye(4).to_sparse(), weight)
+
+
+@pytest.mark.parametrize("function", [read_otherwise, negative, sparse], ids=lambda f: f.__name__)
+def test_what_an_op_is_known_by_without_gradients_is_right_with_them(function):
+    module = Runs(function)
+    record(module, (X,), {}, grad=False)
+    traced(module)
 
 
 def test_numbers_that_are_equal_but_of_other_types_are_told_apart():

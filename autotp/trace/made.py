@@ -36,7 +36,11 @@ def made_like(out: torch.Tensor, tensors: list[torch.Tensor], fakes: hooks.Fakes
         return same[0] if len(same) == 1 else None
     if type(out) is not hooks.FAKE or out.dtype.is_complex or hooks.symbolic(out):
         return None
-    if out.layout is not torch.strided or out.__dict__ != fakes.attributes(hooks.device(out)):
+    if (
+        out.layout is not torch.strided
+        or out.is_quantized
+        or out.__dict__ != fakes.attributes(hooks.device(out))
+    ):
         return None
     storage = hooks.storage(out)
     seen = [number for number, tensor in enumerate(tensors) if hooks.storage(tensor) == storage]

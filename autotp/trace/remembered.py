@@ -24,7 +24,7 @@ from autotp.trace.sameness import state
 
 __all__ = ["Forgotten", "Remembered"]
 
-_LIMIT = 20_000  # results that are remembered at once
+_LIMIT = 10_000  # results that are remembered at once
 _PLAIN = frozenset(
     [bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
@@ -117,14 +117,15 @@ class Remembered:
         sort = _SORTS.get(func)
         if sort is None:
             sort = _SORTS[func] = _sort(func)
-        if sort == "other" or not hooks.only_fakes():
-            self._on = self._on and not torch.is_inference_mode_enabled()
+        if sort in ("other", "negative") or not hooks.only_fakes():
+            # Tensors of inference mode, and those that are to be read as their negatives, look like others.
+            self._on = self._on and sort != "negative" and not torch.is_inference_mode_enabled()
             return None
         last = hooks.REQUIRES_GRAD if sort == "simple" else None
         try:
             given = tuple([self._spec(value, tensors, last) for value in args])
             named = tuple([(name, self._spec(value, tensors, last)) for name, value in kwargs.items()])
-        except (_Unknown, hooks.Symbolic):
+        except (_Unknown, hooks.Symbolic, RuntimeError):  # a tensor without strides
             return None
         return func, given, named, state()[0 if last is None else 1 :]
 
@@ -174,7 +175,10 @@ def _sort(func: Any) -> str:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable or getattr(func, "namespace", "") != "aten":
         return "other"
-    name, _, _ = func.__name__.partition(".")
+    name, _, overload = func.__name__.partition(".")
+    if name == "_neg_view":
+        return "negative"
     if any(part in name for part in _NOT):
         return "other"
-    return "simple" if name in _SIMPLE else "known"
+    # Numbers that are read as those of another dtype have no gradient.
+    return "simple" if name in _SIMPLE and overload != "dtype" else "known"
