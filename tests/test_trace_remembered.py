@@ -88,7 +88,9 @@ def many(x, weight):
     return z, w, mean.sum() + variance.mean(), places, v, half, *parts
 
 
-@pytest.mark.parametrize("build", [lambda: Runs(many), lambda: models.llama(num_hidden_layers=1)], ids=["many", "llama"])
+@pytest.mark.parametrize(
+    "build", [lambda: Runs(many), lambda: models.llama(num_hidden_layers=1)], ids=["many", "llama"]
+)
 def test_what_is_made_is_what_a_run_gives(build, compared):
     model = build()
     if isinstance(model, Runs):

@@ -16,7 +16,7 @@ from autotp.trace.repeats import Repeats
 from autotp.trace.source import error_span
 from autotp.trace.values import Known, Values, val_of
 
-__all__ = ["Boundary", "Calls"]
+__all__ = ["RUNNING", "Boundary", "Calls", "in_place_of"]
 
 Boundary = Callable[[str, Any], Any]
 
@@ -196,3 +196,17 @@ def _is_dynamic(error: BaseException) -> bool:
 
 def _differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+RUNNING: list[Calls] = []
+"""The recordings that go on, the innermost last."""
+
+
+def in_place_of(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`make(tensor)`, which in a recording takes the tensor's place: no op is recorded."""
+    if not RUNNING:
+        return make(tensor)
+    recorder = RUNNING[-1]
+    (new,) = recorder.replaced((tensor,), (recorder.paused(make, tensor),))
+    assert isinstance(new, torch.Tensor)
+    return new

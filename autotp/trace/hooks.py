@@ -47,6 +47,7 @@ __all__ = [
     "modes_off",
     "only_fakes",
     "python_dispatcher",
+    "sizes",
     "storage",
     "symbolic",
     "wrapped",
@@ -56,6 +57,9 @@ FAKE: Any = FakeTensor if MISSING is None else None
 """The class of fake tensors."""
 BACKWARD = (torch.autograd, "_engine_run_backward")
 """Where the function stands that runs every backward."""
+_BASE: Any = torch._C.TensorBase
+sizes = _BASE.shape.__get__
+"""A tensor's sizes, which nothing notes."""
 NO_CONSTANT, REQUIRES_GRAD = 5, 6
 """The places in `like` that say that a tensor's values are not known, and that it requires a gradient."""
 
@@ -175,7 +179,7 @@ def like(tensor: torch.Tensor) -> tuple[Any, ...]:
         raise Symbolic
     held = tensor.__dict__
     return (
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype,
+        sizes(tensor), tensor.stride(), tensor.storage_offset(), tensor.dtype,
         held.get("_fake_device") or tensor.device, held.get("constant") is None, tensor.requires_grad,
     )  # fmt: skip
 
@@ -192,7 +196,7 @@ def memory(tensor: torch.Tensor) -> tuple[Any, ...] | None:
                 str(tensor.storage_offset()),
                 tensor.dtype,
             )
-        return storage, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return storage, sizes(tensor), tensor.stride(), tensor.storage_offset(), tensor.dtype
     except (RuntimeError, NotImplementedError):
         return None
 

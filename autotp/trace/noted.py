@@ -13,6 +13,7 @@ knows it, too. Code of torch, of Python and of helpers is given plain numbers. W
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,6 +61,16 @@ class Notes:
         if type(value) not in (int, float):
             return value
         return _noted(value, frozenset([argument(name)]), self)
+
+    def arguments(
+        self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model's forward, whose parameters have these names."""
+        named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
+        return (
+            tuple(self.argument(name, value) for name, value in named),
+            {name: self.argument(name, value) for name, value in kwargs.items()},
+        )
 
     def compared(self, dims: frozenset[Dim], *, bound: bool = False, equal: bool = False) -> None:
         frame = sys._getframe(2)

@@ -11,7 +11,6 @@ After a recording, succeeded or failed, the module is as it was.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from torch import fx, nn
 from autotp.trace import hooks
 from autotp.trace.asked import asked
 from autotp.trace.branches import unwatched, watching
-from autotp.trace.calls import Boundary, Calls
+from autotp.trace.calls import RUNNING, Boundary, Calls, in_place_of
 from autotp.trace.faked import Faked, faked
 from autotp.trace.graph import (
     REPEATED,
@@ -34,11 +33,12 @@ from autotp.trace.graph import (
     numbers_in,
     parameters_of,
     tensors_in,
-)
+)  # fmt: skip
 from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
 from autotp.trace.noted import noting
 from autotp.trace.operands import gives_number, tensors_of, written_by
+from autotp.trace.overwritten import Overwritten
 from autotp.trace.remembered import Forgotten, Remembered
 from autotp.trace.sameness import Different
 from autotp.trace.source import outermost
@@ -146,9 +146,9 @@ def _record(
     ):
         recorder = _Recorder(module, fakes, guide, layers, remember)
         with contextlib.ExitStack() as stack:
-            stack.callback(recorder.give_back)
-            _RUNNING.append(recorder)
-            stack.callback(_RUNNING.pop)
+            stack.callback(recorder.overwritten.give_back)
+            RUNNING.append(recorder)
+            stack.callback(RUNNING.pop)
             stack.enter_context(quiet())
             stack.enter_context(same_draws())
             # What the model compiles runs as it is written.
@@ -164,10 +164,9 @@ def _record(
             if not shapes:  # a rank's comparisons are those of the whole model
                 notes = stack.enter_context(noting(recorder.size_owner))
                 recorder.trace.compared = notes.compares
-                names = [name for name, _ in parameters_of(module.forward)]
-                named = itertools.zip_longest(names[: len(args)], args, fillvalue="")
-                args = tuple(notes.argument(name, value) for name, value in named)
-                kwargs = {name: notes.argument(name, value) for name, value in kwargs.items()}
+                args, kwargs = notes.arguments(
+                    [name for name, _ in parameters_of(module.forward)], args, kwargs
+                )
             stack.enter_context(asked(recorder.asked))
             stack.enter_context(hooks.python_dispatcher())
             stack.enter_context(recorder)
@@ -199,7 +198,7 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         self._attributes = fakes.attributes
         self._guide = guide
         self._remembered = Remembered(fakes.fakes, on=remember)
-        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.overwritten = Overwritten()
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recording:
@@ -219,7 +218,7 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             self._remembered.written(written, inputs)
         # An input that is written gets its gradient from what is written, so this is asked before.
         node = self.create(func, *placed, inputs)
-        self._keep_values(written)
+        self.overwritten.keep(written)
         try:
             out = self._run(func, args, kwargs)
         except BaseException:
@@ -266,20 +265,6 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         if self.recording and not self.running:
             self._remembered.forget()
 
-    def _keep_values(self, written: list[torch.Tensor]) -> None:
-        """Tensors that are plain attributes of a module are real, and so is what is written into them."""
-        for tensor in written:
-            if not self._is_fake(tensor) and not tensor.is_meta:
-                self._keep.append(tensor)
-                with hooks.modes_off(), torch.no_grad():
-                    self._written.append((tensor, tensor.clone()))
-
-    def give_back(self) -> None:
-        """Undo what the forward wrote into real tensors, the last write first."""
-        with torch.no_grad():
-            for tensor, before in reversed(self._written):
-                tensor.copy_(before)
-
     def _several(self, node: fx.Node, out: Any) -> None:
         items = list(out) if isinstance(out, (list, tuple)) else []
         node.meta["val"] = [val_of(o) if isinstance(o, torch.Tensor) else None for o in items]
@@ -314,16 +299,3 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
-
-
-_RUNNING: list[Any] = []
-
-
-def in_place_of(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`make(tensor)`, which in a recording takes the tensor's place: no op is recorded."""
-    if not _RUNNING:
-        return make(tensor)
-    recorder = _RUNNING[-1]
-    (new,) = recorder.replaced((tensor,), (recorder.paused(make, tensor),))
-    assert isinstance(new, torch.Tensor)
-    return new

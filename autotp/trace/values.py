@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autotp.trace.graph import REPEATED, Trace, Val, tensors_in
-from autotp.trace.hooks import Template
+from autotp.trace.hooks import Template, sizes
 from autotp.trace.sameness import GHOST, Different, Ghost
 from autotp.trace.source import caller_span
 
@@ -123,7 +123,7 @@ class Values:
         """The name of a tensor's node, or `=` and the name of a tensor of the model; None for any other."""
         ghost = tensor.__dict__.get(GHOST)
         node = self._nodes.get(id(tensor)) if ghost is None else ghost.source
-        if node is None and (key := self._key(tensor)) is not None:
+        if node is None and (key := self._own_memory(tensor)) is not None:
             node = self._memory.get(key)
         if node is not None:
             return f"={node.meta['name']}" if node.op == "get_attr" else str(node.name)
@@ -193,7 +193,7 @@ class Values:
 
 
 def val_of(tensor: torch.Tensor) -> Val:
-    shape = tuple(int(n) if isinstance(n, int) else -1 for n in tensor.shape)
+    shape = tuple(int(n) if isinstance(n, int) else -1 for n in sizes(tensor))
     return Val(shape, tensor.dtype, tensor.requires_grad)
 
 
