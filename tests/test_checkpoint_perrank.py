@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from autotp.checkpoint import convert, merge
+from autotp.checkpoint.rankfiles import open_rank
 from autotp.diagnostic import CheckpointError, PlanError, UsageError
 from tests.checkpoints import tree
 
@@ -315,6 +316,19 @@ def deep(tensors):
         (cyclic, "is nested too deeply"),
         (deep, "is nested too deeply"),
         (lambda t: {"module": None}, "holds no weights, by themselves or under model, module or state_dict"),
+        (
+            lambda t: {"module": {"a.b": t[QKV], "a": {"b": t[QKV]}}},
+            "the name 'a.b' is there twice, by keys with dots and by dicts in dicts",
+        ),
+        (
+            lambda t: {"module": {"b": t[QKV]}, "head.weight": t[QKV]},
+            "tensor 'head.weight' stands beside the weights under 'module', and would be lost; save the "
+            "weights alone, in one dict",
+        ),
+        (
+            lambda t: {"model0": {"b": t[QKV]}, "model1": {"c": t[QKV]}, "iteration": 5},
+            "holds model0, model1: weights of several pipeline stages; only tensor-parallel parts are read",
+        ),
         (lambda t: {"module": {"a": 1, "b": t[QKV]}}, "'a' is int, not a plain tensor under a name"),
         (
             lambda t: {"module": {"b": t[QKV].to_sparse()}},
@@ -328,6 +342,12 @@ def test_what_is_no_state_is_named(tmp_path, make, message):
     with pytest.raises(CheckpointError) as raised:
         convert(tmp_path / "in", tmp_path / "out", plan=PLAN, tp=2, check="shapes")
     assert str(raised.value) == f"{tmp_path}/in/rank_0.pt: {message}"
+
+
+def test_modules_named_like_a_dict_of_weights(tmp_path):
+    path, tensor = tmp_path / "rank_0.pt", torch.ones(2)
+    torch.save({"module": {"model": {"a": tensor}, "lm_head": {"weight": tensor}}}, path)
+    assert set(open_rank(path)[0]) == {"model.a", "lm_head.weight"}
 
 
 def test_code_is_never_run(tmp_path):

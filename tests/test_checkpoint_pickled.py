@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp.checkpoint import convert, merge
 from autotp.checkpoint.load import from_pretrained
-from autotp.checkpoint.pickled import load_tensors
+from autotp.checkpoint.pickled import in_memory, load_tensors
 from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError
 from tests.checkpoints import tree
@@ -122,12 +122,48 @@ def test_what_is_no_plain_tensor_is_named(tmp_path):
         ({"a": torch.zeros(1), "b": 3}, "'b' is int, not a plain tensor under a name"),
         ({1: torch.zeros(1)}, "1 is torch.float32, not a plain tensor under a name"),
         ({"a": torch.eye(3).to_sparse()}, "'a' is torch.float32, not a plain tensor under a name"),
+        ({"a": torch.empty(2, 3, device="meta")}, "'a' of shape [2, 3] has no data (device meta)"),
         ({"a": torch.zeros(1).expand(1 << 40)}, "'a' of shape [1099511627776] is larger than its data"),
     ):
         torch.save(content, path)
         assert refusal(path) == f"{path}: {fault}"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     assert refusal(path).startswith(f"{path}: is not a file of plain tensors")
+
+
+@pytest.mark.parametrize(
+    ("beside", "lost"),
+    [
+        ({"head.weight": torch.ones(1, 2)}, "head.weight"),
+        ({"logit_scale": torch.tensor(1.0)}, "logit_scale"),
+        ({"head": {"weight": torch.ones(1, 2)}}, "head.weight"),
+        ({"module": {"b": torch.ones(2)}}, "module.b"),
+        (
+            {"optimizer": {"state": {0: torch.ones(2)}}, "rng_state": torch.ones(2), "step": torch.tensor(1)},
+            "",
+        ),
+        ({"ema": {"a": torch.ones(3)}, "callbacks": {"best": torch.tensor(1.0)}, "epoch": 3}, ""),
+    ],
+)
+def test_no_tensor_beside_the_weights_is_lost(tmp_path, beside, lost):
+    path = tmp_path / "x.bin"
+    torch.save({"model": {"a": torch.zeros(3)}, **beside}, path)
+    if lost:
+        assert refusal(path) == (
+            f"{path}: tensor {lost!r} stands beside the weights under 'model', and would be lost; save the "
+            "weights alone, in one dict"
+        )
+    else:
+        assert list(load_tensors(path)) == ["a"]
+
+
+def test_views_that_are_conjugated_or_negated_when_read(tmp_path):
+    path, value = tmp_path / "x.bin", torch.tensor([1 + 2j, 3 - 4j])
+    for view in (value.conj(), value.conj().imag):
+        torch.save({"a": view}, path)
+        found = load_tensors(path)["a"]
+        assert torch.equal(found, view.clone())
+        assert bytes(in_memory(found).data) == view.resolve_conj().resolve_neg().numpy().tobytes()
 
 
 def test_an_index_is_checked_as_that_of_safetensors(tmp_path):

@@ -309,3 +309,10 @@ def test_a_block_that_stands_twice_is_written_once(tmp_path):
         torch.testing.assert_close(
             output, model.first(torch.ones(2, 4, dtype=torch.float64)), atol=1e-10, rtol=0
         )
+
+
+def test_a_parameter_that_is_conjugated_when_it_is_read(tmp_path):
+    model, value = nn.Module(), torch.tensor([1 + 2j, 3 - 4j])
+    model.p = nn.Parameter(value.conj())
+    save_pretrained(model, tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors")["p"].tolist() == [1 - 2j, 3 + 4j]

@@ -30,16 +30,16 @@ from autotp.checkpoint.folder import (
 )
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.manifest import Digests
+from autotp.checkpoint.nested import weights_of
 from autotp.checkpoint.read import Memory
 from autotp.checkpoint.supply import Ties
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, encode_header, parse_header
 
-__all__ = ["Pickled", "check_plain", "holds_pickles", "in_memory", "load_pickle", "load_tensors"]
+__all__ = ["Pickled", "holds_pickles", "in_memory", "load_pickle", "load_tensors", "plain"]
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-NESTED = ("state_dict", "model_state_dict", "model", "module")
 
 
 def holds_pickles(path: Path) -> bool:
@@ -134,15 +134,10 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     A state_dict may stand in a dict of its own, under "state_dict", "model" or "module". Raises
     CheckpointError for anything but plain tensors: nothing that a file asks to run is run.
     """
-    found = load_pickle(path)
-    for key in NESTED:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
+    found = weights_of(path, load_pickle(path))
     if not isinstance(found, Mapping) or not found:
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, not a state_dict of tensors")
-    for name, tensor in found.items():
-        check_plain(path, name, tensor)
-    return dict(found)
+    return {name: plain(path, name, tensor) for name, tensor in found.items()}
 
 
 def load_pickle(path: Path, harmless: Sequence[Any] = ()) -> Any:
@@ -161,14 +156,20 @@ def load_pickle(path: Path, harmless: Sequence[Any] = ()) -> Any:
         ) from error
 
 
-def check_plain(path: Path, name: object, tensor: object) -> None:
-    """Raise CheckpointError for anything but a strided tensor with its data, under a name."""
+def plain(path: Path, name: object, tensor: object) -> torch.Tensor:
+    """A strided tensor with its data, under a name; raises CheckpointError for anything else.
+
+    A view that is conjugated, or negated, only when it is read is written out.
+    """
     plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dtype in NAMES
     if not isinstance(name, str) or not plain or not isinstance(tensor, torch.Tensor) or tensor.is_quantized:
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise CheckpointError(f"{path}: {name!r} is {kind}, not a plain tensor under a name")
+    if tensor.is_meta:
+        raise CheckpointError(f"{path}: {name!r} of shape {list(tensor.shape)} has no data (device meta)")
     if math.prod(tensor.shape) > 8 * max(1, tensor.untyped_storage().nbytes()):
         raise CheckpointError(f"{path}: {name!r} of shape {list(tensor.shape)} is larger than its data")
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _as_header(path: Path, tensors: Mapping[str, torch.Tensor]) -> Header:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from autotp.checkpoint.fit import DTYPES
 from autotp.checkpoint.folder import companions_of, regular_file
-from autotp.checkpoint.pickled import check_plain, load_pickle
+from autotp.checkpoint.nested import joined, weights_of
+from autotp.checkpoint.pickled import load_pickle, plain
 from autotp.checkpoint.read import Part, open_to_read, read_exactly
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, read_header
@@ -34,8 +35,6 @@ RANK = re.compile(r"(?:mp_|tp_)?rank[-_]?(\d+)(?:_model_states)?(\.\w+)?")
 STAGES = re.compile(r"mp_rank_\d+_\d+")
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 PREFERRED = ("model_optim_rng.pt", "model_rng.pt", "model.safetensors", "pytorch_model.bin")
-DEEPEST = 16  # dicts in dicts
-NESTED = ("state_dict", "model_state_dict", "model", "module")
 # What checkpoints hold beside tensors, and what only sets its own attributes when it is built.
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
 HARMLESS = [
@@ -100,31 +99,12 @@ def open_rank(file: Path) -> tuple[dict[str, torch.Tensor], Callable[[str], torc
             for name, entry in entries.items()
         }
         return shapes, lambda name: _read(file, entries[name])
-    found: Any = load_pickle(file, HARMLESS)
-    for _ in range(DEEPEST):
-        inner = [
-            found[key] for key in NESTED if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)
-        ]
-        if not inner:
-            break
-        found = inner[0]
-    tensors = dict(_flat(file, "", found, 0)) if isinstance(found, Mapping) else {}
+    weights = weights_of(file, load_pickle(file, HARMLESS))
+    tensors = joined(file, weights) if isinstance(weights, Mapping) else {}
     if not any(isinstance(value, torch.Tensor) for value in tensors.values()):
         _refuse(file, "holds no weights, by themselves or under model, module or state_dict")
-    for name, tensor in tensors.items():
-        check_plain(file, name, tensor)
+    tensors = {name: plain(file, name, tensor) for name, tensor in tensors.items()}
     return tensors, tensors.__getitem__
-
-
-def _flat(file: Path, prefix: str, table: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Any]]:
-    if depth > DEEPEST:
-        _refuse(file, "is nested too deeply")
-    for key, value in table.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            yield from _flat(file, name, value, depth + 1)
-        elif value is not None:  # Megatron's empty _extra_state
-            yield name, value
 
 
 def _read(file: Path, entry: Entry) -> torch.Tensor:

@@ -93,7 +93,7 @@ def full_tensors(
     of what some ranks hold (kv heads) are compared at once: CheckpointError, on every rank.
     """
     for name, tensor in named.items():
-        local, shard = tensor.detach(), layouts.get(name)
+        local, shard = tensor.detach().resolve_conj().resolve_neg(), layouts.get(name)
         if shard is None or group.size == 1:
             whole = local.cpu().contiguous()
             digest = new_digest("xxh3")
