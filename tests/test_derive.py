@@ -279,6 +279,25 @@ def test_a_norm_over_a_projection_is_cut_with_it():
     assert autotp.verify(NormedProjection(), "auto", tp=2, inputs=SAMPLE).ok
 
 
+class Latent(nn.Module):
+    """A norm between a layer that makes a latent and one that reads it, as latent attention has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.norm = nn.Linear(24, 12), nn.RMSNorm(12)
+        self.up, self.out = nn.Linear(12, 33), nn.Linear(33, 24)
+
+    def forward(self, x):
+        return self.out(self.up(self.norm(self.down(x))).relu())
+
+
+def test_no_statistics_are_summed_where_what_follows_can_be_cut():
+    found, _ = _found(Latent(), inputs=SAMPLE)
+    assert _rules(found) == {"up": "column", "out": "row"}
+    analysis = autotp.analyze(Latent(), "auto", tp=2, inputs=SAMPLE)
+    assert analysis.ok and analysis.plan.rules["down"] == autotp.Rule(style="column", gather_output=True)
+
+
 def test_the_proof_has_the_last_word():
     """What propagates but is refused by a rank's own trace is left out, the rest stays."""
 

@@ -116,6 +116,9 @@ def _run(model: Any, result: Result) -> None:
     if samples.crossed is not None and "eval with an encoder's states" in analysis.modes:
         samples = replace(samples.crossed, labels=samples.labels)
     inputs = {**samples.kwargs, **samples.labels}
+    if samples.labels and _finite(model, inputs) is None:  # autotp's guess of the labels is none of its
+        samples = replace(samples, labels={})
+        inputs = dict(samples.kwargs)
     if not _finite(model, inputs):  # a row that is masked throughout: not a number, and nothing to compare
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     checked = compare(model, analysis, inputs=inputs, weights="random", dtype=None)
@@ -133,17 +136,18 @@ def _run(model: Any, result: Result) -> None:
         result.collectives = {phase: dict(counts) for phase, counts in checked.collectives[0].items()}
 
 
-def _finite(model: Any, inputs: dict[str, Any]) -> bool:
-    """Whether the logits of the unsharded model are numbers, in the dtype that it is compared in."""
+def _finite(model: Any, inputs: dict[str, Any]) -> bool | None:
+    """Whether the logits of the unsharded model are numbers, in the dtype that it is compared in; None where
+    it does not run."""
     for dtype in (torch.float64, model.dtype):
         given = {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
                  for k, v in inputs.items()}  # fmt: skip
         try:
             with torch.no_grad():
                 return bool(copy.deepcopy(model).to(dtype)(**given).logits.isfinite().all())
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             continue
-    return True
+    return None
 
 
 def _said(error: BaseException) -> str:
