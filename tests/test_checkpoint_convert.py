@@ -258,7 +258,7 @@ def test_only_an_absent_or_empty_target_is_written(tmp_path):
     message = refusal(CheckpointError, convert, source, tmp_path / "file" / "out", **options)
     assert message == f"{tmp_path}/file/.out.autotp-partial: cannot be written: File exists"
     message = refusal(CheckpointError, convert, tmp_path / "out", tmp_path / "again", **options)
-    assert message == f"{tmp_path / 'out'}: is converted already; `merge` it first"
+    assert message == f"{tmp_path / 'out'}: is converted already; `reshard` it, or `merge` it first"
 
 
 def test_wrong_options_are_named(tmp_path):

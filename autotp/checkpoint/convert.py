@@ -76,7 +76,7 @@ def convert(
     new_digest(digest)
     check_target(target, source)
     if (source / MANIFEST).exists():
-        raise CheckpointError(f"{source}: is converted already; `merge` it first")
+        raise CheckpointError(f"{source}: is converted already; `reshard` it, or `merge` it first")
     other = other_format(source, plan, biases)
     folder = open_folder(source) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
