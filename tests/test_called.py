@@ -27,8 +27,8 @@ class Flags(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 6)
 
-    def forward(self, x, k=-1, name="plain", start=0, scale=2.0, running=False):
-        h = self.fc1(x[:, start:]).unflatten(-1, (-1, 3)).softmax(k)
+    def forward(self, x, k=-1, name="plain", start=0, scale=2.0, inner=1.0, running=False):
+        h = inner * self.fc1(x[:, start:]).unflatten(-1, (-1, 3)).softmax(k)
         h = TABLE[name](h).flatten(-2)
         return self.fc2(h.cumsum(-1) if running else h) * scale
 
@@ -70,11 +70,11 @@ def test_what_it_does_not_hold_for_raises(sharded, given, code):
 
 
 def test_a_number_that_only_whole_values_depend_on_is_proven_once(sharded, monkeypatch):
-    _run(sharded, start=1)
+    _run(sharded, start=1, inner=0.5)
     monkeypatch.setattr("autotp.decide.decide_with_proof", None)
-    _run(sharded, start=3)
+    _run(sharded, start=3, inner=-2)
     guard = next(iter(sharded[1][0]._forward_pre_hooks.values())).guard
-    assert "start" in guard.free and "k" not in guard.free
+    assert {"start", "inner"} <= guard.free and "k" not in guard.free
 
 
 def test_what_the_forward_does_not_take_it_refuses_itself(sharded):

@@ -184,9 +184,12 @@ def _whole(
 # -- whether anything that is not whole depends on a number
 
 
+_SCALED = ("mul", "div")
+
+
 def _alike(one: Mapping[str, Propagation], other: Mapping[str, Propagation]) -> bool:
-    """Whether two numbers lead to the same ops, but for numbers of ops on whole values and for bounds of
-    slices of dims that are whole."""
+    """Whether two numbers lead to the same ops, but for numbers of ops on whole values, factors, and bounds
+    of slices of dims that are whole."""
     if one.keys() != other.keys():
         return False
     for mode, whole in one.items():
@@ -204,8 +207,11 @@ def _free(whole: Propagation, ours: fx.Node, theirs: fx.Node) -> bool:
     around = (*ours.all_input_nodes, ours)
     if not differ or all(is_whole(layout) for n in around for layout in whole.layouts.get(n, [INVARIANT])):
         return True
+    name = op_name(ours)
+    if name in _SCALED and set(differ) <= {"other"}:
+        return True  # element by element; by a factor, of a sum as well
     source = ours.all_input_nodes[0]
     layout, val = whole.layouts.get(source, [INVARIANT])[0], source.meta["val"]
-    if op_name(ours) != "slice" or not isinstance(layout, Shard) or not isinstance(val, Val):
+    if name != "slice" or not isinstance(layout, Shard) or not isinstance(val, Val):
         return False
     return set(differ) <= {"start", "end"} and normal_dim(mine.get("dim") or 0, len(val.shape)) != layout.dim
