@@ -108,7 +108,7 @@ def test_the_page_tells_of_no_wrong_number_and_of_what_the_samples_say():
 def main(kinds: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    rows = read(PAGE.read_text()) if kinds and PAGE.exists() else {}
+    rows: dict[str, tuple[str, str]] = {}
     for kind in kinds or architectures():
         try:
             end, words = outcome(kind)
@@ -117,7 +117,8 @@ def main(kinds: list[str]) -> None:
         if end != "no plan":
             print(f"== {kind}: {end}\n{words}", flush=True)
             rows[kind] = end, told(end, words)
-            PAGE.write_text(written(rows))
+            known = read(PAGE.read_text()) if kinds and PAGE.exists() else {}  # another run may write, too
+            PAGE.write_text(written(known | rows))
 
 
 if __name__ == "__main__":
