@@ -49,9 +49,11 @@ def decide_with_proof(
     inputs: Any = None,
     check: str = "layouts",
     every: bool = False,
+    all_run: bool = True,
 ) -> tuple[Analysis, Proof | None]:
     """What `decide` gives, and the proof it rests on: None where names and shapes already refuse the plan.
-    With `every` its traces have every layer, also those that repeat others."""
+    With `every` its traces have every layer, also those that repeat others; without `all_run` it is no fault
+    that they leave out layers of the plan."""
     check_name(check)
     if not isinstance(model, nn.Module):
         raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
@@ -70,7 +72,7 @@ def decide_with_proof(
     if not analysis.ok:
         return analysis, None
     samples = make(model, inputs)
-    proof = prove(model, analysis.matches, stock, samples, every=every)
+    proof = prove(model, analysis.matches, stock, samples, every=every, all_run=all_run)
     return replace(_proven(analysis, proof), samples=samples), proof
 
 

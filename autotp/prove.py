@@ -102,25 +102,27 @@ def prove(
     *,
     found: Captured | None = None,
     every: bool = False,
+    all_run: bool = True,
 ) -> Proof:
     """Trace `module` in every mode and give every value a layout, on every rank.
 
     `found` are its traces, where there are some already. Layers that repeat each other are recorded once,
-    unless the graph of `every` one is wanted or `found`, or there is something to say of any. Never raises
-    for a plan or a model that cannot be proven: the proof's diagnostics say so.
+    unless the graph of `every` one is wanted or `found`, or there is something to say of any. Unless
+    `all_run`, layers of the plan may stay unproven where no trace runs them. Never raises for a plan or a
+    model that cannot be proven: the proof's diagnostics say so.
     """
     every = every or (found is not None and not found.layers.groups)
     layers = Layers() if every else Layers.of(module, marks(matches))
     known = found if found is not None and found.layers.groups == layers.groups else None
     with untouched(module), _uncollected():
         if layers.groups:
-            prover = _Prover(module, matches, inventory, samples, layers)
+            prover = _Prover(module, matches, inventory, samples, layers, all_run)
             with contextlib.suppress(Unlike, TraceError):
                 prover.run(known or capture_modes(module, samples, layers))
                 if not prover.repeats or not errors(prover.proof.diagnostics):
                     return prover.proof
             known = None
-        prover = _Prover(module, matches, inventory, samples, Layers())
+        prover = _Prover(module, matches, inventory, samples, Layers(), all_run)
         prover.run(known or capture_modes(module, samples))
         return prover.proof
 
@@ -139,8 +141,15 @@ def _uncollected() -> Iterator[None]:
 
 class _Prover:
     def __init__(
-        self, module: nn.Module, matches: Matches, inventory: Inventory, samples: Samples, layers: Layers
+        self,
+        module: nn.Module,
+        matches: Matches,
+        inventory: Inventory,
+        samples: Samples,
+        layers: Layers,
+        all_run: bool,
     ) -> None:
+        self.all_run = all_run
         self.module, self.matches, self.samples, self.layers = module, matches, samples, layers
         self.repeats = False  # whether a trace leaves out any layer
         self.first = dict(inventory.aliases)
@@ -186,7 +195,7 @@ class _Prover:
         proof.modes += found.covered
         proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
         proof.shared = self._shared()
-        if found.traces:
+        if found.traces and self.all_run:
             proof.diagnostics += _unreached(self.matches, self.reached, self.first)
         proof.diagnostics += _not_run(found)
 

@@ -27,7 +27,8 @@ class Flags(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 6)
 
-    def forward(self, x, k=-1, name="plain", start=0, scale=2.0, inner=1.0, running=False):
+    def forward(self, x=None, k=-1, name="plain", start=0, scale=2.0, inner=1.0, running=False, y=None):
+        x = y if x is None else x
         h = inner * self.fc1(x[:, start:]).unflatten(-1, (-1, 3)).softmax(k)
         h = TABLE[name](h).flatten(-2)
         return self.fc2(h.cumsum(-1) if running else h) * scale
@@ -75,6 +76,12 @@ def test_a_number_that_only_whole_values_depend_on_is_proven_once(sharded, monke
     _run(sharded, start=3, inner=-2)
     guard = next(iter(sharded[1][0]._forward_pre_hooks.values())).guard
     assert {"start", "inner"} <= guard.free and "k" not in guard.free
+
+
+def test_a_call_without_a_tensor_that_the_traces_had_is_proven_as_it_is(sharded):
+    model, ranks = sharded
+    for y in simulate(2, lambda group: ranks[group.rank](y=X)):
+        assert torch.allclose(y, model(X), atol=1e-5)
 
 
 def test_what_the_forward_does_not_take_it_refuses_itself(sharded):

@@ -31,8 +31,11 @@ RIGHT = ("gemma2", "hrm_text", "llama4_text", "olmo2")
 
 
 def outcome(kind: str, tp: int = 2) -> tuple[str, str]:
-    """What an architecture's own plan ends in: no plan, exact, refused, WRONG; and what was said."""
-    model = build(kind)
+    """What an architecture's own plan ends in: no plan, not built, exact, refused, WRONG; and what was said."""
+    try:
+        model = build(kind)
+    except Exception as error:
+        return "not built", f"{type(error).__name__}: {error}"
     if not (model.config.base_model_tp_plan or getattr(model, "_tp_plan", None)):
         return "no plan", ""
     try:
@@ -114,7 +117,7 @@ def main(kinds: list[str]) -> None:
             end, words = outcome(kind)
         except Exception as error:
             end, words = "error", f"{type(error).__name__}: {error}"
-        if end != "no plan":
+        if end not in ("no plan", "not built"):
             print(f"== {kind}: {end}\n{words}", flush=True)
             rows[kind] = end, told(end, words)
             known = read(PAGE.read_text()) if kinds and PAGE.exists() else {}  # another run may write, too

@@ -12,7 +12,9 @@ from typing import Any
 
 from autotp.trace.graph import Trace
 
-__all__ = ["Guard", "flag", "guard_of", "is_number"]
+__all__ = ["TENSOR", "Guard", "flag", "guard_of", "is_number"]
+
+TENSOR = "a tensor"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def is_number(value: Any) -> bool:
 
 def flag(value: Any) -> str:
     """A value as a guard remembers it."""
-    return "a tensor" if isinstance(value, type) else repr(value)
+    return TENSOR if isinstance(value, type) else repr(value)
 
 
 def guard_of(path: str, traces: Iterable[Trace], sizes: Iterable[int]) -> Guard:

@@ -6,7 +6,8 @@ with those of the traces. For a new one the proof is made once more with it, on 
 model was before it was sharded: it must end in the same decisions. Then the value is one of those that were
 shown, and if nothing that is not whole depends on it, any number is. Else the call raises.
 
-Tensors may be given for tensors, and where there were none.
+Tensors may be given for tensors, and where there were none. A call without a tensor that the traces had is
+proven as it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autotp.diagnostic import AutotpError, UnprovenPath, errors
 from autotp.placement import INVARIANT, Shard, is_whole
 from autotp.propagate.call import normal_dim
 from autotp.propagate.compared import decides
-from autotp.propagate.given import flag, is_number
+from autotp.propagate.given import TENSOR, flag, is_number
 from autotp.propagate.ops import arguments_of, op_name
 from autotp.propagate.propagation import Propagation
 from autotp.rewrite.specialise import also_given
@@ -60,7 +61,7 @@ class Called:
             # what it does not take, the forward refuses by itself
             if value is not torch.Tensor and (self.takes is None or _first(place) in self.takes)
         }
-        reason = self._fails(model, new) if new else ""
+        reason = self._fails(model, new, self._samples(args, kwargs, new)) if new else ""
         if reason:
             told = " and ".join(
                 f"{place}={flag(value)} (it was proven {self.guard.shown(place)})"
@@ -71,7 +72,12 @@ class Called:
                 "inputs= that call it this way, to see what the plan lacks"
             )
 
-    def _fails(self, model: nn.Module, new: Mapping[str, Any]) -> str:
+    def _samples(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: Mapping[str, Any]) -> Samples:
+        """What is to be traced: the samples of before, or this call, if it gives no tensor where they do."""
+        without = any(value is None and TENSOR in self.guard.seen.get(p, ()) for p, value in new.items())
+        return _shapes_of(Samples(args, kwargs, "given")) if without else self.samples
+
+    def _fails(self, model: nn.Module, new: Mapping[str, Any], samples: Samples) -> str:
         """Why values that no trace was given cannot be taken, after the proof with them."""
         if any(self._position(place) is None and _first(place) != place for place in new):
             return "a part of an argument is not proven anew"
@@ -79,13 +85,15 @@ class Called:
             twin = _whole(model, self.changes, self.shapes)
         except Exception as error:
             return f"the model cannot be copied to be proven anew: {error}"
-        found = self._proven(twin, new, model)
+        found = self._proven(twin, samples, new, model)
         if isinstance(found, str):
             return found
         asked = {p for p in new for whole in found.values() if decides(whole, argument(p))}
         free = {place for place, value in new.items() if is_number(value)} - asked
         if free:
-            beside = self._proven(twin, {place: v + 1 if place in free else v for place, v in new.items()})
+            beside = self._proven(
+                twin, samples, {place: v + 1 if place in free else v for place, v in new.items()}
+            )
             if isinstance(beside, str) or not _alike(found, beside):
                 free = set()
         for place, value in new.items():
@@ -99,17 +107,16 @@ class Called:
         return names.index(place) if place in names else None if further is None else int(further[1])
 
     def _proven(
-        self, twin: nn.Module, new: Mapping[str, Any], model: nn.Module | None = None
+        self, twin: nn.Module, samples: Samples, new: Mapping[str, Any], model: nn.Module | None = None
     ) -> dict[str, Propagation] | str:
         """The layouts of each mode; why there are none, or others than those that the model runs with. What
         they show of its regions holds for `model`, too."""
         from autotp.decide import decide_with_proof  # it decides what this file guards
 
-        samples = self.samples
         for place, value in new.items():
             samples = samples.with_argument(place, value, self._position(place))
         try:
-            analysis, proof = decide_with_proof(twin, self.plan, tp=self.tp, inputs=samples)
+            analysis, proof = decide_with_proof(twin, self.plan, tp=self.tp, inputs=samples, all_run=False)
         except AutotpError as error:
             return str(error)
         if not analysis.ok or proof is None:
