@@ -31,7 +31,7 @@ RIGHT = ("gemma2", "hrm_text", "llama4_text", "olmo2")
 
 
 def outcome(kind: str, tp: int = 2) -> tuple[str, str]:
-    """What an architecture's own plan ends in: no plan, not built, exact, refused, WRONG; and what was said."""
+    """What a model's own plan ends in (no plan, not built, exact, refused or WRONG), and what was said."""
     try:
         model = build(kind)
     except Exception as error:

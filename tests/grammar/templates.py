@@ -71,7 +71,7 @@ view
     {h}.unsqueeze(2).flatten(2)
     {h}.movedim(-1, 0).movedim(0, -1)
     {h}.unsqueeze(1).expand(-1, 2, -1, -1).sum(1)
-    {h}.view(-1, {h}.size(2)).view_as({h})
+    {h}.contiguous().view(-1, {h}.size(2)).view_as({h})
     {h}.repeat(2, 1, 1)[: {h}.shape[0]]
 wrong
     {h}.view({h}.shape[0], -1, {n})
