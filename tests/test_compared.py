@@ -88,6 +88,22 @@ def test_a_check_that_batch_and_heads_make_one_dim_is_proven():
     assert autotp.verify(edited.CheckedTogether(), plan, tp=3, inputs=torch.randn(5, 8)).ok
 
 
+class Remembers(Between):
+    """It sets a size that it has already, as Swin does with its window."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.size = 17
+
+    def forward(self, x):
+        self.size = min(self.size, x.shape[1])
+        return self.fc2(self.fc1(x))
+
+
+def test_a_size_of_the_input_that_is_set_to_what_it_was_is_proven():
+    assert not errors(autotp.analyze(Remembers(), PLAN, tp=2, inputs=INPUTS).diagnostics)
+
+
 def test_comparisons_are_no_matter_where_nothing_is_cut():
     gathered = {"fc1": {"style": "column", "gather_output": True}}
     assert autotp.analyze(Between(branch), gathered, tp=2, inputs=INPUTS).ok

@@ -36,7 +36,7 @@ from autotp.trace.graph import (
 )  # fmt: skip
 from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
-from autotp.trace.noted import noting
+from autotp.trace.noted import noting, plain
 from autotp.trace.operands import gives_number, tensors_of, written_by
 from autotp.trace.overwritten import Overwritten
 from autotp.trace.remembered import Forgotten, Remembered
@@ -290,12 +290,19 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             before = self._attributes.get(id(module), {})
             if only_forward_is_new(vars(module), before):
                 continue
-            left = {k: v for k, v in vars(module).items() if k not in _TABLES and before.get(k) is not v}
+            new = (k for k, v in vars(module).items() if k not in _TABLES and not _is(before.get(k), v))
+            left = {k: vars(module)[k] for k in new}
             self.trace.kept |= numbers_in(left, path)
             for name, tensor, _ in tensors_in(left, path):
                 if self._is_fake(tensor) and id(tensor) not in self._names:
                     self.trace.stored.append(Output(name, self.node(tensor), True))
         self.trace.graph.output(tuple(o.node for o in self.trace.outputs))
+
+
+def _is(one: Any, other: Any) -> bool:
+    """Whether two values are one; a number that notes what it is compared with is the number."""
+    value = plain(other)
+    return one is other or (type(one) is type(value) and isinstance(value, (int, float)) and one == value)
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")
