@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from autotp.diagnostic import Span
+from autotp.trace.hooks import aside
 from autotp.trace.source import caller_span, is_library
 
 __all__ = ["Compared", "Dim", "Notes", "argument", "noting", "plain"]
@@ -245,12 +246,15 @@ def noting(name_of: Callable[[torch.Tensor], str | None]) -> Iterator[Notes]:
         if not own() or type(number) is not int:
             return number
         name = name_of(tensor)
-        dims = frozenset((name, d) for d in range(tensor.dim())) if name is not None else frozenset()
+        with aside():  # a layer that is compared has no name, and calls the same functions
+            dims = frozenset((name, d) for d in range(tensor.dim())) if name is not None else frozenset()
         return _noted(number, dims, log, True)
 
     def taken(tensor: torch.Tensor, key: Any) -> Any:
         if own():
-            for dim, bound in _bounds(key, tensor.dim()):
+            with aside():
+                bounds = list(_bounds(key, tensor.dim()))
+            for dim, bound in bounds:
                 name = name_of(tensor)
                 log.compared(bound.dims | ({(name, dim)} if name is not None else frozenset()), bound=True)
         return base.__getitem__(tensor, key)
