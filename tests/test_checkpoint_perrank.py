@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from autotp.checkpoint import convert, merge
+from autotp.checkpoint.perrank import PerRank
 from autotp.checkpoint.rankfiles import open_rank
 from autotp.diagnostic import CheckpointError, PlanError, UsageError
+from autotp.plan import as_plan
 from tests.checkpoints import tree
 
 VOCABULARY, PADDED, WIDTH, HEADS, INNER = 99, 128, 24, 4, 40
@@ -140,6 +142,21 @@ def test_padding_is_removed_where_the_config_tells_the_size_and_recorded(tmp_pat
         "merged": "from the files of 2 ranks",
         "padding": "removed: embedding.word_embeddings.weight had 128 rows, output_layer.weight had 128 rows",
     }
+
+
+def test_a_layer_of_as_many_rows_as_the_padded_vocabulary_keeps_them(tmp_path):
+    model = whole_model()
+    name = "encoder.layers.0.mlp.dense_h_to_4h.weight"
+    model[name] = torch.randn(PADDED, WIDTH).double()
+    model["encoder.layers.0.mlp.dense_4h_to_h.weight"] = torch.randn(WIDTH, PADDED // 2).double()
+    plain(tmp_path / "in", parts_of(model, 2))
+    config(tmp_path / "in", vocab_size=VOCABULARY)
+    plan = PLAN | {"dense_h_to_4h": {"style": "column", "sections": [PADDED // 2, PADDED // 2]}}
+    found = PerRank(tmp_path / "in", as_plan(plan))
+    assert set(found.kept) == {"embedding.word_embeddings.weight", "output_layer.weight"}
+    tensors = found.folder.tensors()
+    assert tensors[name][1].shape == (PADDED, WIDTH)
+    assert tensors["output_layer.weight"][1].shape == (VOCABULARY, WIDTH)
 
 
 def test_biases_of_row_layers_whole_or_parts_of_a_sum(tmp_path):

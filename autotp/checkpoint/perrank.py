@@ -15,7 +15,7 @@ import torch
 
 from autotp.checkpoint.fit import NAMES
 from autotp.checkpoint.folder import Folder, read_config
-from autotp.checkpoint.inventory import describe_tensors
+from autotp.checkpoint.inventory import OUTPUT_EMBEDDINGS, describe_tensors
 from autotp.checkpoint.joined import Joined, as_single, check_equal
 from autotp.checkpoint.rankfiles import files_beside, files_of_ranks, open_rank
 from autotp.checkpoint.supply import Ties
@@ -149,13 +149,21 @@ class PerRank(Joined):
     def _kept(
         self, plan: Plan, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, int]:
-        """How many rows are kept of tensors with a padded vocabulary."""
+        """How many rows are kept of tensors with a padded vocabulary: embeddings, and heads by their names."""
         size = self.config.get("vocab_size")
-        placed = match(plan, self._inventory(shapes, tensors), self.tp).placed.values()
+        placed = tuple(match(plan, self._inventory(shapes, tensors), self.tp).placed.values())
         padded = {shapes[n][0] for one in placed if one.style == "vocab" for n in one.layouts if n in shapes}
         if type(size) is not int or size < 1 or len(padded) != 1 or not size < max(padded):
             return {}
-        return {n: size for n, shard in self.layouts.items() if shard.dim == 0 and shapes[n][0] in padded}
+        tables = {name for one in placed if one.style == "vocab" for name in one.layouts}
+        heads = (*OUTPUT_EMBEDDINGS, "output_layer")  # the last is Megatron's
+        return {
+            name: size
+            for name, shard in self.layouts.items()
+            if shard.dim == 0
+            and shapes[name][0] in padded
+            and (name in tables or name.rpartition(".")[0].rpartition(".")[2] in heads)
+        }
 
     def _notes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         """What was done, for the header's metadata."""
