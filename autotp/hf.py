@@ -21,6 +21,8 @@ from autotp.decide import decide
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.dry_run import PlanLike
 
+MOST_PARAMETERS = 200_000  # far more than any model has: a config of millions of layers would not end
+
 __all__ = ["build", "config_folder", "model_type", "prove"]
 
 
@@ -96,7 +98,13 @@ def prove(source: str | Path, plan: PlanLike | None, tp: int, *, inputs: Any = N
 def _parameters_on_meta() -> Iterator[None]:
     """Every parameter moves to the meta device as it is registered; its initial values are never drawn."""
 
+    count = 0
+
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal count
+        count += 1
+        if count > MOST_PARAMETERS:
+            raise ValueError(f"it has more than {MOST_PARAMETERS} parameters; correct the number of layers")
         if parameter is None or parameter.is_meta:
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

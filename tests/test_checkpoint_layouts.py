@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -19,18 +20,19 @@ from transformers import (
 )
 
 import autotp.decide
-from autotp.checkpoint import convert
+from autotp.checkpoint import convert, reshard
 from autotp.checkpoint.folder import open_folder
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import decide_layouts
 from autotp.checkpoint.load import from_pretrained
 from autotp.checkpoint.manifest import load_manifest
+from autotp.cli.target import analyze_target
 from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError, PlanError
 from autotp.match import match
 from autotp.placement import Shard, deal
 from autotp.plan import plan_for
-from tests.checkpoints import random_tensor, write_checkpoint
+from tests.checkpoints import llama, random_tensor, write_checkpoint
 
 SIZES = {
     "vocab_size": 33,
@@ -252,6 +254,71 @@ def test_tensors_that_the_model_has_not_travel_whole(tmp_path):
     layouts = load_layouts(tmp_path / "in", tmp_path / "out")
     assert "model.embed_tokens.weight" in layouts and "more" not in layouts
     assert "more" in load_file(tmp_path / "out" / "rank-1-of-2" / "model.safetensors")
+
+
+def test_layers_that_the_model_has_not_are_not_called_proven(tmp_path):
+    tensors, config = llama(hidden=16, inter=12, layers=2, heads=4, kv=2, vocab=20)
+    write_checkpoint(tmp_path / "in", tensors, config=config | {"num_hidden_layers": 1})
+    expected = [
+        f"{tmp_path / 'in'}: holds 7 tensors that the plan cuts, and that LlamaForCausalLM (1 layers by "
+        "config.json), the model that the plan is proven on, has not",
+        *(f"  unexpected: model.layers.1.self_attn.{name}_proj.weight" for name in "qkvo"),
+        "  unexpected: model.layers.1.mlp.gate_proj.weight",
+        "  unexpected: 2 more",
+        "  = help: correct config.json, or remove what does not belong to the model; "
+        'check="shapes" cuts what is there, without a proof',
+    ]
+    assert refusal(tmp_path / "in", tmp_path / "out").splitlines() == expected
+
+
+def test_a_config_of_millions_of_layers_is_refused_before_they_are_built(tmp_path):
+    tensors, config = llama(layers=1)
+    source = write_checkpoint(tmp_path / "in", tensors, config=config | {"num_hidden_layers": 3_000_000})
+    message = (
+        "config.json says num_hidden_layers 3000000, and the checkpoint holds 12 tensors: a model of more "
+        "than 1120 layers is not built for them; correct config.json"
+    )
+    for plan in (None, "auto"):
+        assert refusal(source, tmp_path / "out", plan=plan) == f"{source}: {message}"
+    with pytest.raises(CheckpointError) as raised:
+        from_pretrained(source)
+    assert str(raised.value) == f"{source}: {message}"
+    convert(source, tmp_path / "out", tp=2, check="shapes")
+    with pytest.raises(CheckpointError) as raised:
+        reshard(tmp_path / "out", tmp_path / "again", tp=3)
+    assert str(raised.value) == f"{tmp_path / 'out' / 'rank-0-of-2'}: {message}"
+    with pytest.raises(CheckpointError) as raised:
+        analyze_target(str(source), plan=None, tp=2, prove=True)
+    assert str(raised.value) == f"{source}: {message}"
+
+
+class Tied(nn.Module):
+    """It ties its head, and no config tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.down(self.up(self.embedding(ids)).relu()))
+
+
+def test_what_the_model_ties_must_be_equal_though_no_config_says_so(tmp_path):
+    model, options = Tied(), {"plan": {"up": "column", "down": "row"}, "inputs": torch.arange(6)[None]}
+    (tmp_path / "in").mkdir()
+    for form in ("model.safetensors", "pytorch_model.bin"):
+        save = save_file if form.endswith("s") else torch.save
+        there = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        save(there, tmp_path / "in" / form)
+        convert(tmp_path / "in", tmp_path / f"out {form}", tp=2, model=model, **options)
+        save(there | {"head.weight": torch.ones(8, 4)}, tmp_path / "in" / form)
+        assert refusal(tmp_path / "in", tmp_path / "no", model=model, **options) == (
+            f"{tmp_path / 'in'}: Tied ties 'head.weight' to 'embedding.weight', but their values differ; "
+            'set "tie_word_embeddings": false, or remove the one that is wrong'
+        )
+        (tmp_path / "in" / form).unlink()
 
 
 @pytest.mark.slow

@@ -78,6 +78,14 @@ def test_what_cannot_be_built_is_said(tmp_path, config, message):
     assert message in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
+def test_a_model_without_end_is_not_built(folder, monkeypatch):
+    monkeypatch.setattr(hf, "MOST_PARAMETERS", 5)
+    with pytest.raises(
+        autotp.CheckpointError, match="it has more than 5 parameters; correct the number of layers"
+    ):
+        hf.build(folder)
+
+
 def test_code_of_a_checkpoint_is_not_run(tmp_path):
     (tmp_path / "modeling.py").write_text("raise SystemExit('ran')")
     (tmp_path / "config.json").write_text(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autotp.checkpoint.folder import MANIFEST, open_folder
 from autotp.checkpoint.formats import other_format
 from autotp.checkpoint.inventory import describe_tensors
-from autotp.checkpoint.layouts import choose_plan, decide_layouts
+from autotp.checkpoint.layouts import check_depth, choose_plan, decide_layouts, described_model
 from autotp.checkpoint.manifest import Manifest
 from autotp.checkpoint.output import rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
@@ -24,6 +24,10 @@ from autotp.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
+    from autotp.checkpoint.meta import Meta
+    from autotp.checkpoint.perrank import PerRank
+    from autotp.checkpoint.pickled import Pickled
+    from autotp.checkpoint.supply import Whole
 
 __all__ = ["convert"]
 
@@ -80,7 +84,11 @@ def convert(
     other = other_format(source, plan, biases)
     folder = open_folder(source) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
+    if check == "layouts" and model is None:
+        check_depth(source, folder.config, len(entries))
     chosen, name = choose_plan(plan, folder.config, source, tp=tp, check=check, model=model, inputs=inputs)
+    if check == "layouts":
+        model = described_model(source, folder.config, model)
     layouts = decide_layouts(source, entries, folder.config, chosen, tp, check, model=model, inputs=inputs)
     manifest = Manifest(
         tp=tp,
@@ -95,9 +103,23 @@ def convert(
     outputs = rank_outputs(layouts, tp, ranks)
     check_target(target, source)
     supply = other or Whole(folder, describe_tensors(entries, folder.config).aliases)
+    if model is not None:
+        _tie_as_model(supply, model, [entry.name for entry in entries])
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
     written = Written(target, tp, chosen, name, manifest.proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
         carry(supply, manifest, outputs, target, job="convert", progress=progress)
     return written
+
+
+def _tie_as_model(supply: Whole | Pickled | Meta | PerRank, model: nn.Module, names: Sequence[str]) -> None:
+    """What the model ties must be equal too: a config may say nothing of it, and the class ties."""
+    from autotp.checkpoint.fit import tied_names
+    from autotp.checkpoint.supply import Ties
+
+    known = {} if supply.ties is None else supply.ties.tied
+    more = {one: other for one, other in tied_names(model, names).items() if one not in known}
+    if more:
+        supply.ties = Ties(supply.folder.path, {**known, **more}, by=type(model).__name__)
+        supply.watched = supply.ties.names

@@ -14,7 +14,17 @@ from autotp.checkpoint.stored import Stored
 from autotp.diagnostic import CheckpointError
 from autotp.placement import Shard
 
-__all__ = ["DTYPES", "NAMES", "Slots", "check_complete", "misfits", "same_bits", "slots_of"]
+__all__ = [
+    "DTYPES",
+    "NAMES",
+    "Slots",
+    "check_complete",
+    "check_known",
+    "misfits",
+    "same_bits",
+    "slots_of",
+    "tied_names",
+]
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -96,6 +106,43 @@ def check_complete(source: Path, model: nn.Module, stored: Collection[str], foun
             'check="shapes" cuts what is there, without a proof'
         )
     raise CheckpointError("\n".join(lines))
+
+
+def check_known(source: Path, model: nn.Module, stored: Collection[str], cut: Collection[str]) -> None:
+    """Refuse a checkpoint of whose tensors the plan cuts some, `cut`, that its model has not.
+
+    No proof speaks for those. What `check_complete` raises for missing ones is raised for these.
+    """
+    strange = [name for name in _unexpected(model, stored, _found(model, stored)) if name in cut]
+    if not strange:
+        return
+    kind = type(model).__name__
+    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    says = f" ({layers} layers by config.json)" if type(layers) is int else ""
+    has = "a tensor" if len(strange) == 1 else f"{len(strange)} tensors"
+    lines = [
+        f"{source}: holds {has} that the plan cuts, and that {kind}{says}, the model that the plan is proven "
+        "on, has not",
+        *_some("unexpected", strange),
+        "  = help: correct config.json, or remove what does not belong to the model; "
+        'check="shapes" cuts what is there, without a proof',
+    ]
+    raise CheckpointError("\n".join(lines))
+
+
+def tied_names(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
+    """{one stored name: another} of tensors that the model ties, where the checkpoint holds both."""
+    found, tied = _found(model, stored), dict[str, str]()
+    for names in slots_of(model):
+        first, *others = dict.fromkeys(found[name] for name in names if name in found) or [""]
+        tied |= dict.fromkeys(others, first)
+    return tied
+
+
+def _found(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
+    """{the model's name: the checkpoint's}, of every name of every tensor."""
+    names = [name for names in slots_of(model) for name in names]
+    return resolve(names, stored, str(getattr(model, "base_model_prefix", "") or ""))
 
 
 def _some(word: str, names: list[str]) -> list[str]:

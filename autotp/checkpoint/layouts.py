@@ -20,9 +20,12 @@ from autotp.plan import Plan, as_plan, plan_for, shipped_plans
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CHECKS", "choose_plan", "decide_layouts", "described_model"]
+__all__ = ["CHECKS", "check_depth", "choose_plan", "decide_layouts", "described_model"]
 
 CHECKS = ("layouts", "shapes")
+DEEP = (
+    1000  # layers that a model may have more than ten times as many as there are tensors: some share theirs
+)
 
 
 def choose_plan(
@@ -76,6 +79,22 @@ def described_model(source: Path, config: Mapping[str, Any], model: nn.Module | 
 
     with _described(source, config) as described:
         return build(described)
+
+
+def check_depth(source: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse a config of so many layers that building its model would not end, beside so few tensors.
+
+    Raises CheckpointError naming the entry and both numbers.
+    """
+    most = DEEP + 10 * tensors
+    for where, table in (("", config), *((f"{key}.", sub) for key, sub in config.items())):
+        for key, value in table.items() if isinstance(table, Mapping) else ():
+            counts = str(key).endswith(("layers", "layer", "blocks")) and type(value) is int
+            if counts and value > most:
+                raise CheckpointError(
+                    f"{source}: config.json says {where}{key} {value}, and the checkpoint holds {tensors} "
+                    f"tensors: a model of more than {most} layers is not built for them; correct config.json"
+                )
 
 
 @contextmanager
@@ -137,7 +156,7 @@ def _proven(
     Only a row rule without heads leaves its units to the proof. Tensors that the model has not are carried
     whole; one that it has in another shape is an error, and so is one that the checkpoint lacks.
     """
-    from autotp.checkpoint.fit import check_complete
+    from autotp.checkpoint.fit import check_complete, check_known
     from autotp.decide import decide
 
     analysis = decide(model, matches.plan, tp=matches.tp, inputs=inputs)
@@ -146,6 +165,7 @@ def _proven(
     known = analysis.inventory.tensors()
     names = resolve(known, there, str(getattr(model, "base_model_prefix", "") or ""))
     check_complete(source, model, there, names)
+    check_known(source, model, there, matches.layouts)
     for name, spelled in names.items():
         if known[name].shape != there[spelled].shape:
             held, needed = list(there[spelled].shape), list(known[name].shape)

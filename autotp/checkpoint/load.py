@@ -16,7 +16,7 @@ from torch import nn
 
 from autotp.checkpoint.fit import misfits, same_bits, slots_of
 from autotp.checkpoint.folder import MANIFEST
-from autotp.checkpoint.layouts import described_model
+from autotp.checkpoint.layouts import check_depth, described_model
 from autotp.checkpoint.loader import Loader
 from autotp.checkpoint.manifest import Manifest, load_manifest
 from autotp.checkpoint.names import resolve
@@ -82,6 +82,8 @@ def from_pretrained(
                 ranks = Ranks(home, manifest)
                 stored = in_rank_folders(ranks, group.rank)
             home = rank_folder(home, group.rank % manifest.tp, manifest.tp)
+        if model is None:
+            check_depth(home, config, len(stored))
         model = described_model(home, config, model)
     shard(model, plan, group, inputs=inputs, check=check)
     with together(group, timeout=SLOWEST_LOAD):

@@ -149,7 +149,7 @@ class PerRank(Joined):
     def _kept(
         self, plan: Plan, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, int]:
-        """How many rows are kept of tensors with a padded vocabulary: embeddings, and heads by their names."""
+        """How many rows are kept of embeddings, and heads by their names, with a padded vocabulary."""
         size = self.config.get("vocab_size")
         placed = tuple(match(plan, self._inventory(shapes, tensors), self.tp).placed.values())
         padded = {shapes[n][0] for one in placed if one.style == "vocab" for n in one.layouts if n in shapes}

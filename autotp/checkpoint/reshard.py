@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotp.checkpoint.layouts import decide_layouts
+from autotp.checkpoint.layouts import check_depth, decide_layouts
 from autotp.checkpoint.manifest import load_manifest
 from autotp.checkpoint.output import rank_folder, rank_outputs
 from autotp.checkpoint.staging import check_target, free_bytes
@@ -48,6 +48,8 @@ def reshard(
     supply = Ranks(source, manifest)
     entries = [entry for file in manifest.files for entry in file.tensors.values()]
     home = rank_folder(source, 0, manifest.tp)
+    if check == "layouts" and model is None:
+        check_depth(home, manifest.config, len(entries))
     layouts = decide_layouts(
         home, entries, manifest.config, manifest.plan, tp, check, model=model, inputs=inputs
     )

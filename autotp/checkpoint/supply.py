@@ -48,9 +48,13 @@ class Supply(Protocol):
 
 
 class Ties:
-    """Tensors that the config ties, {one: the other}: where a checkpoint has both, they must be equal."""
+    """Tensors that the config ties, {one: the other}: where a checkpoint has both, they must be equal.
 
-    def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
+    `by` says what ties them, if it is not config.json.
+    """
+
+    def __init__(self, folder: Path, tied: Mapping[str, str], by: str = "config.json") -> None:
+        self.by = by
         self.folder = folder
         self.tied = tied
         self.names = frozenset({*tied, *tied.values()})
@@ -62,7 +66,7 @@ class Ties:
         for head, first in self.tied.items():
             if head in self.seen and first in self.seen and self.seen[head] != self.seen[first]:
                 raise CheckpointError(
-                    f"{self.folder}: config.json ties {head!r} to {first!r}, but their values differ; "
+                    f"{self.folder}: {self.by} ties {head!r} to {first!r}, but their values differ; "
                     'set "tie_word_embeddings": false, or remove the one that is wrong'
                 )
 

@@ -94,20 +94,24 @@ def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
 
 def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.checkpoint.inventory import inventory
+    from autotp.checkpoint.layouts import check_depth
+    from autotp.match import match
     from autotp.shapes import as_stored
 
     stored = inventory(target)
     chosen = choose_plan(plan, stored.config)
-    from autotp.checkpoint.fit import check_complete  # only now torch
+    there = stored.tensors()
+    check_depth(Path(target), stored.config, len(there))
+    from autotp.checkpoint.fit import check_complete, check_known  # only now torch
     from autotp.checkpoint.names import resolve
     from autotp.decide import decide
     from autotp.hf import build
 
     model = build(target)
-    there = stored.tensors()
     analysis = decide(model, chosen, tp=tp)
     names = resolve(analysis.inventory.tensors(), there, str(getattr(model, "base_model_prefix", "") or ""))
     check_complete(Path(target), model, there, names)
+    check_known(Path(target), model, there, match(chosen, stored, tp).layouts)
     return as_stored(analysis, stored)
 
 
