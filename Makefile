@@ -37,6 +37,7 @@ bench: $(READY)
 	$(RUN) -m benchmarks.analyze
 	$(RUN) -m benchmarks.derive
 	$(RUN) -m benchmarks.layers
+	$(RUN) -m benchmarks.edits
 	$(RUN) -m benchmarks.llama
 
 zoo: $(READY)

@@ -1,0 +1,130 @@
+"""A nanoGPT block whose code autotp edits, beside the same block edited by hand, on two ranks.
+
+Width 256, 8 heads, float32, one thread a rank, the same parallel layers in both: what differs is where the
+rank's numbers of heads come from. One token, where Python's share is largest, and forward + backward of 64
+tokens. Medians of interleaved runs; two blocks that are the same by hand show the noise.
+
+    python -m benchmarks.edits [runs]
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autotp
+from benchmarks.interleaved import mean_of, measure, on_ranks
+
+RUNS, LIMIT, EACH, WIDTH, HEADS = 61, 1.05, 20, 256, 8  # two that are the same differ by 3 %
+PLAN = {
+    "c_attn": {"style": "column", "sections": 3, "heads": HEADS},
+    "c_proj": {"style": "row", "heads": HEADS},
+    "c_fc": "column",
+    "mlp_proj": "row",
+}
+
+
+class Block(nn.Module):
+    """Attention and MLP; `n_head` and `n_embd` are those of the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c_fc, self.mlp_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.n_head, self.n_embd = HEADS, WIDTH
+
+    def attended(self, x: Tensor) -> Tensor:
+        """As the model's author writes it."""
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        y = F.softmax(scores, dim=-1) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) -> the same."""
+        x = x + self.attended(self.ln_1(x))
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
+
+
+class ByHand(Block):
+    """With the rank's numbers written in: `tp` ranks."""
+
+    tp = 1
+
+    def attended(self, x: Tensor) -> Tensor:
+        """As a person edits it."""
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd // self.tp, dim=2)
+        k = k.view(B, T, self.n_head // self.tp, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head // self.tp, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head // self.tp, C // self.n_head).transpose(1, 2)
+        scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        y = F.softmax(scores, dim=-1) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C // self.tp))
+
+
+def work(tp: int, runs: int) -> dict[str, dict[str, dict[str, float]]]:
+    """What each way takes on this rank."""
+    whole = Block()
+    blocks = {"edited": autotp.shard(whole, PLAN, inputs=torch.randn(2, 7, WIDTH))}
+    for name in ("by hand", "by hand again"):
+        hand = ByHand()
+        # the parallel layers are autotp's; the forward around them is the person's
+        for layer in ("c_attn", "c_proj", "c_fc", "mlp_proj"):
+            setattr(hand, layer, getattr(whole, layer))
+        hand.tp = tp
+        blocks[name] = hand
+    x, one = torch.randn(2, 64, WIDTH, requires_grad=True), torch.randn(2, 1, WIDTH)
+    with torch.no_grad():
+        for name, block in blocks.items():
+            block.ln_1, block.ln_2 = whole.ln_1, whole.ln_2
+            torch.testing.assert_close(block(x), blocks["edited"](x), msg=name)
+
+    def token(block: nn.Module) -> Callable[[], None]:
+        def call() -> None:
+            with torch.no_grad():
+                for _ in range(EACH):
+                    block(one)
+
+        return call
+
+    def step(block: nn.Module) -> Callable[[], None]:
+        return lambda: block(x).sum().backward()
+
+    kinds: dict[str, Callable[[nn.Module], Callable[[], Any]]] = {
+        "one token": token,
+        "forward + backward": step,
+    }
+    return {
+        kind: measure({name: [make(block)] for name, block in blocks.items()}, runs)
+        for kind, make in kinds.items()
+    }
+
+
+def main(runs: int = RUNS, tp: int = 2) -> int:
+    """The table; 1 if an edited block takes more than one by hand."""
+    ranks, late = on_ranks(work, tp, runs), []
+    print(f"nanoGPT block {WIDTH}, tp={tp}: processor time a rank, median of {runs} interleaved runs")
+    for kind in ranks[0]:
+        times = {name: mean_of(ranks, kind, name, "cpu") for name in ranks[0][kind]}
+        for name, cpu in times.items():
+            print(f"  {kind:<20} {name:<14} {cpu * 1e3:8.3f} ms  {cpu / times['by hand']:.3f} of by hand")
+        if times["edited"] > LIMIT * max(times["by hand"], times["by hand again"]):
+            late.append(f"{kind}: edited over {LIMIT} × by hand")
+    print("\n".join(late) or "the edits cost nothing")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:2])))
