@@ -103,9 +103,14 @@ def test_the_logits_of_transformers_at_any_number_of_ranks(tmp_path, parts, axis
 
 def test_what_is_merged_loads_with_transformers_and_says_how_rows_were_permuted(tmp_path):
     model = meta_checkpoint(tmp_path / "in", 2, axis=1)
+    for name in ("tokenizer.model", "LICENSE"):
+        (tmp_path / "in" / name).write_text(name)
+    (tmp_path / "in" / "config.json").write_text('{"num_hidden_layers": 2, "bos_token_id": 7}')
     convert(tmp_path / "in", tmp_path / "out", tp=2, check="shapes")
     merge(tmp_path / "out", tmp_path / "back")
-    assert sorted(os.listdir(tmp_path / "back")) == ["config.json", "model.safetensors"]
+    files = ["LICENSE", "config.json", "model.safetensors", "tokenizer.model"]
+    assert sorted(os.listdir(tmp_path / "back")) == files
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["bos_token_id"] == 7
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float64)
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-10, rtol=0)
     for path in (tmp_path / "back", tmp_path / "out" / "rank-0-of-2"):
@@ -134,6 +139,21 @@ def edit(path, change):
     torch.save(shard, path)
 
 
+def params(**entries):
+    """Change entries of params.json."""
+
+    def change(at):
+        path = at / "params.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+    return change
+
+
+def skip_layer(shard):
+    for name in [name for name in shard if name.startswith("layers.1.")]:
+        shard[name.replace("layers.1.", "layers.2.")] = shard.pop(name)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -158,6 +178,26 @@ def edit(path, change):
         (
             lambda at: (at / "params.json").write_text('{"dim": 48, "n_heads": "6"}'),
             "{at}/params.json: n_heads is a whole number from 1 on, not '6'",
+        ),
+        (params(norm_eps="x"), "{at}/params.json: norm_eps is a number above 0, not 'x'"),
+        (params(rope_theta=[1]), "{at}/params.json: rope_theta is a number above 0, not [1]"),
+        (params(rope_theta=True), "{at}/params.json: rope_theta is a number above 0, not True"),
+        (params(max_seq_len=2.5), "{at}/params.json: max_seq_len is a number above 0, not 2.5"),
+        (params(rope_scale_factor=-1), "{at}/params.json: rope_scale_factor is a number above 0, not -1"),
+        (params(use_scaled_rope="no"), "{at}/params.json: use_scaled_rope is true or false, not 'no'"),
+        (
+            params(vocab_size=500),
+            "{at}: 'tok_embeddings.weight' is [32, 48]; params.json says vocab_size 500",
+        ),
+        (params(n_layers=3), "{at}: its files hold the layers 0, 1; params.json makes it 3 from 0 on"),
+        (
+            lambda at: [edit(at / f"consolidated.0{n}.pth", skip_layer) for n in (0, 1)],
+            "{at}: its files hold the layers 0, 2; params.json makes it 2 from 0 on",
+        ),
+        (
+            lambda at: (at / "config.json").write_text('{"num_hidden_layers": 5}'),
+            "{at}/config.json: num_hidden_layers is 5, and 2 by params.json and the tensors; correct it, or "
+            "remove config.json: one is made",
         ),
         (
             lambda at: edit(at / "consolidated.01.pth", lambda shard: shard.pop("norm.weight")),

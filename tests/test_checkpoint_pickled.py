@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp.checkpoint import convert, merge
 from autotp.checkpoint.load import from_pretrained
-from autotp.checkpoint.pickled import in_memory, load_tensors
+from autotp.checkpoint.pickled import Pickled, in_memory, load_tensors
 from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError
 from tests.checkpoints import tree
@@ -186,6 +186,19 @@ def test_an_index_is_checked_as_that_of_safetensors(tmp_path):
     (folder / "pytorch_model-00001-of-00002.bin").symlink_to(tmp_path / "outside.bin")
     with pytest.raises(CheckpointError, match=r"a link to .*outside the folder"):
         convert(folder, tmp_path / "out", plan=PLAN, tp=2, check="shapes")
+
+
+def test_files_that_would_become_one(tmp_path):
+    names = {"a": "pytorch_model-1.bin", "b": "model-1.bin"}
+    for name, file in names.items():
+        torch.save({name: torch.ones(2)}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError) as raised:
+        Pickled(tmp_path)
+    assert str(raised.value) == (
+        f"{tmp_path}: model-1.bin and pytorch_model-1.bin would both become model-1.safetensors; rename one, "
+        "in pytorch_model.bin.index.json too"
+    )
 
 
 @pytest.mark.parametrize("state", ["embedding", "head", "both", "different"])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotp.checkpoint.folder import read_config
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.names import resolve
 from autotp.diagnostic import CheckpointError, PlanError, UsageError, errors
@@ -99,9 +100,9 @@ def check_depth(source: Path, config: Mapping[str, Any], tensors: int) -> None:
 
 @contextmanager
 def _described(source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
-    """The place of a checkpoint's config.json; for one made from Meta's params.json, a folder of its own."""
+    """The place of a checkpoint's config.json; of one made with Meta's params.json, a folder of its own."""
     home = source if source.is_dir() else source.parent
-    if not config or (home / "config.json").exists():
+    if not config or ((home / "config.json").exists() and read_config(home) == dict(config)):
         yield source
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -3,12 +3,13 @@
 Each file is one rank of Meta's model parallelism (https://github.com/meta-llama/llama). The parts are put
 together on the dim they were cut on, renamed, and the rows of wq and wk go from Meta's interleaved rotary
 order to the half-split order of transformers; the header's metadata says so. A config.json is made from
-params.json and the shapes.
+params.json and the shapes; one that is there may say more, and nothing else than they do.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotp.checkpoint.folder import Folder, read_text, regular_file
+from autotp.checkpoint.folder import Folder, companions_of, read_config, read_text, regular_file
 from autotp.checkpoint.joined import Joined, as_single, check_equal
 from autotp.checkpoint.pickled import load_tensors
 from autotp.diagnostic import CheckpointError
-from autotp.header import parse_json
+from autotp.header import parse_json, shown
 
 __all__ = ["Meta", "holds_meta"]
 
@@ -42,6 +43,13 @@ TOP: dict[str, tuple[str, int | None]] = {
     "tok_embeddings": ("model.embed_tokens", -1),  # dim 1 in Llama 1 and 2, dim 0 from Llama 3 on
     "norm": ("model.norm", None),
     "output": ("lm_head", 0),
+}
+
+# Meta's name -> (transformers' name, its value where nothing tells it)
+SETTINGS: dict[str, tuple[str, float]] = {
+    "norm_eps": ("rms_norm_eps", 1e-5),
+    "rope_theta": ("rope_theta", 10000.0),
+    "max_seq_len": ("max_position_embeddings", 4096),
 }
 
 
@@ -78,9 +86,21 @@ class Meta(Joined):
         for needed in ("model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"):
             if needed not in described:
                 _refuse(path, f"no file holds what becomes {needed!r}")
-        self.config = _config(self.params, {name: entry.shape for name, entry in file.tensors.items()})
-        self.config |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
-        self.folder = Folder(path, (file,), self.config)
+        shapes = {name: entry.shape for name, entry in file.tensors.items()}
+        _check(self.params, shapes, path)
+        told = _told(self.params, shapes)
+        told |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
+        given = read_config(path)
+        for key in told:
+            if given.get(key, told[key]) != told[key]:
+                _refuse(
+                    path / "config.json",
+                    f"{key} is {shown(given[key])}, and {shown(told[key])} by params.json and the tensors; "
+                    "correct it, or remove config.json: one is made",
+                )
+        self.config = {**dict(SETTINGS.values()), **given, **told}
+        others = tuple(name for name in companions_of(path) if name not in ("config.json", "params.json"))
+        self.folder = Folder(path, (file,), self.config, companions=others)
 
     def load(self) -> Callable[[str], torch.Tensor]:
         """See Joined."""
@@ -89,8 +109,9 @@ class Meta(Joined):
         return lambda new: self._converted(old[new], [part[old[new]] for part in tensors])
 
     def companions(self) -> Mapping[str, Path | bytes]:
-        """config.json, as it was made."""
-        return {"config.json": (json.dumps(self.config, indent=2) + "\n").encode()}
+        """The other files, by relative name, and config.json as it was made."""
+        made = (json.dumps(self.config, indent=2) + "\n").encode()
+        return {**{name: self.path / name for name in self.folder.companions}, "config.json": made}
 
     def _number(self, key: str, default: int | None = None) -> int:
         value = self.params.get(key, default)
@@ -174,8 +195,8 @@ def _parts(path: Path) -> list[Path]:
     return [regular_file(path, found[number]) for number in sorted(found)]
 
 
-def _config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What transformers needs to know, from params.json and the shapes."""
+def _told(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What params.json and the shapes tell transformers."""
     layers = {int(found[1]) for name in shapes if (found := re.match(r"model\.layers\.(\d+)\.", name))}
     vocabulary, width = shapes["model.embed_tokens.weight"]
     config: dict[str, Any] = {
@@ -185,11 +206,9 @@ def _config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
         "num_hidden_layers": len(layers),
         "vocab_size": vocabulary,
-        "rms_norm_eps": params.get("norm_eps", 1e-5),
-        "rope_theta": params.get("rope_theta", 10000.0),
-        "max_position_embeddings": params.get("max_seq_len", 4096),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
+    config |= {new: params[key] for key, (new, _) in SETTINGS.items() if key in params}
     if params.get("use_scaled_rope"):
         config["rope_scaling"] = {
             "rope_type": "llama3",
@@ -199,6 +218,28 @@ def _config(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
             "original_max_position_embeddings": 8192,
         }
     return config
+
+
+def _check(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raise CheckpointError where params.json says what cannot be, or other than the tensors are."""
+    where = path / "params.json"
+    for key in (*SETTINGS, "rope_scale_factor"):
+        value = params.get(key, 1)
+        kinds = (int,) if key == "max_seq_len" else (int, float)
+        if type(value) not in kinds or not 0 < value < math.inf:
+            _refuse(where, f"{key} is a number above 0, not {shown(value)}")
+    if type(params.get("use_scaled_rope", False)) is not bool:
+        _refuse(where, f"use_scaled_rope is true or false, not {shown(params['use_scaled_rope'])}")
+    layers = sorted({int(found[1]) for n in shapes if (found := re.match(r"model\.layers\.(\d+)\.", n))})
+    count = params.get("n_layers", len(layers))
+    if type(count) is not int or count != len(layers) or layers != list(range(count)):
+        some = ", ".join(map(str, layers[:8])) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+        _refuse(path, f"its files hold the layers {some}; params.json makes it {shown(count)} from 0 on")
+    rows, width = shapes["model.embed_tokens.weight"]
+    for key, here in (("vocab_size", rows), ("dim", width)):
+        said = params.get(key, -1)
+        if said not in (-1, here):  # Llama 2 leaves the size to the tokenizer
+            _refuse(path, f"'tok_embeddings.weight' is {[rows, width]}; params.json says {key} {shown(said)}")
 
 
 def _refuse(path: Path, fault: str) -> NoReturn:

@@ -71,7 +71,12 @@ class Pickled:
             source = path if path.is_file() else regular_file(home, name)
             tensors = load_tensors(source)
             file = _as_header(source, tensors)
-            self.sources[file.path.name] = source
+            before = self.sources.setdefault(file.path.name, source)
+            if before != source:
+                raise CheckpointError(
+                    f"{home}: {before.name} and {name} would both become {file.path.name}; rename one, in "
+                    f"{INDEX} too"
+                )
             files.append(file)
             held[name] = tensors
         index = None
