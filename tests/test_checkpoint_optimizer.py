@@ -1,6 +1,7 @@
 """Optimizer state: training that is resumed at another number of ranks goes on as if never interrupted."""
 
 import copy
+import json
 import os
 
 import pytest
@@ -14,6 +15,7 @@ from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError, UsageError
 from autotp.header import read_header
 from autotp.rewrite.apply import sharded
+from tests.checkpoints import random_tensor, safetensors_bytes
 
 PLAN = {"fc1": "column", "fc2": "row"}
 STEPS = 3
@@ -175,6 +177,39 @@ def test_what_does_not_fit_is_named(tmp_path):
     missing = tmp_path / "nowhere" / "o.safetensors"
     message = refusal(CheckpointError, lambda: save_optimizer(model, OPTIMIZERS["plain"](model), missing))
     assert message.endswith("cannot be written: No such file or directory")
+
+
+def test_what_no_file_can_hold_is_named(tmp_path):
+    model, optimizer, file = saved(tmp_path)
+    before = file.read_bytes()
+    for setting, kind in (
+        (print, "builtin_function_or_method"),
+        (torch.ones(3), "a tensor of [3]"),
+        ([1, {2: 3}], "list"),
+    ):
+        odd = torch.optim.AdamW([{"params": model.parameters(), "extra": setting}])
+        assert refusal(UsageError, lambda odd=odd: save_optimizer(model, odd, file)) == (
+            f"the optimizer's setting 'extra' is {kind}: numbers, strings, None and lists of them can be "
+            "saved; take it out of the group"
+        )
+    for state, message in (
+        (None, "NoneType, neither a tensor nor a number: such state cannot be saved for any number of ranks"),
+        (["x"], "list, neither a tensor nor a number: such state cannot be saved for any number of ranks"),
+        (torch.zeros(2).to(torch.complex128), "torch.complex128, which .safetensors files have not"),
+    ):
+        odd = torch.optim.SGD([model.fc1.weight], lr=0.1)
+        odd.state[model.fc1.weight]["d"] = state
+        found = refusal(UsageError, lambda odd=odd: save_optimizer(model, odd, file))
+        assert found == f"the optimizer's d of 'fc1.weight' is {message}"
+    found = refusal(CheckpointError, lambda: save_optimizer(model, optimizer, tmp_path))
+    assert found == f"{tmp_path}: is a folder; name a file in it"
+    assert file.read_bytes() == before and os.listdir(tmp_path) == [file.name]
+    optimizer = torch.optim.SGD([model.fc1.weight], lr=0.1)
+    groups = json.dumps([{"names": ["fc1.weight"]}])
+    content = safetensors_bytes({"fc1.weight:d": random_tensor("F4", (2,))}, {"groups": groups})
+    (tmp_path / "odd").write_bytes(content)
+    found = refusal(CheckpointError, lambda: load_optimizer(model, optimizer, tmp_path / "odd"))
+    assert found == f"{tmp_path / 'odd'}: d of 'fc1.weight' is F4, which torch has no dtype for"
 
 
 def test_state_that_has_drifted_apart_is_not_saved(tmp_path):

@@ -37,7 +37,8 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
 
     Rank 0 writes, one whole tensor at a time is in memory. The file appears whole or not at all, and
     replaces one of that name. Raises UsageError for state that belongs to no parameter of the model or is
-    neither of its parameter's shape nor one number, and CheckpointError when the file cannot be written.
+    neither of its parameter's shape nor one number, and for settings that are no plain data; CheckpointError
+    when the file cannot be written.
 
         save_optimizer(model, optimizer, "step-1000/optimizer.safetensors")
     """
@@ -48,6 +49,8 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
     with together(group, timeout=ALL_CALL):
         named, cuts = _state(model, optimizer, layouts)
         settings = json.dumps(_settings(model, optimizer))
+        if group.rank == 0 and path.is_dir():
+            raise CheckpointError(f"{path}: is a folder; name a file in it")
     shapes = {key: whole_shape(tensor, cuts.get(key), group) for key, tensor in named.items()}
     described = {
         key: (NAMES[tensor.dtype], shapes[key], torch.Size(shapes[key]).numel() * tensor.element_size())
@@ -62,10 +65,17 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
         check_equal(path, group, digests)
         with together(group, timeout=SLOWEST_SAVE):
             if group.rank == 0:
-                os.replace(aside, path)
+                _put_in_place(aside, path)
     finally:
         if group.rank == 0:
             aside.unlink(missing_ok=True)
+
+
+def _put_in_place(aside: Path, path: Path) -> None:
+    try:
+        os.replace(aside, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _write(
@@ -151,7 +161,17 @@ def _state(
                 raise UsageError("the optimizer holds a parameter that is none of the model's")
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor | bool | int | float):
+                    raise UsageError(
+                        f"the optimizer's {key} of {name!r} is {type(value).__name__}, neither a tensor "
+                        "nor a number: such state cannot be saved for any number of ranks"
+                    )
                 tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                if tensor.dtype not in NAMES:
+                    raise UsageError(
+                        f"the optimizer's {key} of {name!r} is {tensor.dtype}, which .safetensors files "
+                        "have not"
+                    )
                 alike = tensor.shape == parameter.shape and tensor.dim() > 0
                 if not alike and tensor.numel() != 1:
                     raise UsageError(
@@ -169,12 +189,32 @@ def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
     names, settings = _names(model), []
     for group in optimizer.param_groups:
         plain = {
-            key: value.item() if isinstance(value, torch.Tensor) else value
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             for key, value in group.items()
             if key != "params"
         }
+        odd = next((key for key, value in plain.items() if not _is_data(value)), None)
+        if odd is not None:
+            raise UsageError(
+                f"the optimizer's setting {odd!r} is {_kind(plain[odd])}: numbers, strings, None and lists "
+                "of them can be saved; take it out of the group"
+            )
         settings.append({**plain, "names": [names[id(parameter)] for parameter in group["params"]]})
     return settings
+
+
+def _is_data(value: Any) -> bool:
+    """Whether JSON gives a value back as it was."""
+    if isinstance(value, list | tuple):
+        return all(_is_data(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_data(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for a message."""
+    return f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _read(
@@ -194,6 +234,10 @@ def _read(
             name, _, key = full.rpartition(":")
             if name not in position:
                 raise CheckpointError(f"{file}: holds state of {name!r}, which the optimizer has not")
+            if entry.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{file}: {key} of {name!r} is {entry.dtype}, which torch has no dtype for"
+                )
             shard = layouts.get(name) if entry.shape else None
             local = entry.shape if shard is None else shard.local_shape(entry.shape, group.rank)
             expected = tuple(parameters[position[name]].shape)
