@@ -85,6 +85,6 @@ def analyze(
         return hf.prove(source, plan, tp=tp, inputs=inputs)
     from autotp.checkpoint.inventory import inventory
 
-    stock = inventory(source)
+    stock = inventory(source, plan=plan)
     chosen, name = named_plan(plan, stock.config.get("model_type"))
     return analyze_shapes(stock, chosen, tp=tp, plan_name=name)

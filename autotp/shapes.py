@@ -46,7 +46,7 @@ def analyze_headers(path: str | Path, plan: Plan, *, tp: int, plan_name: str = "
     """
     from autotp.checkpoint.inventory import inventory
 
-    return analyze_shapes(inventory(path), plan, tp=tp, plan_name=plan_name)
+    return analyze_shapes(inventory(path, plan=plan), plan, tp=tp, plan_name=plan_name)
 
 
 def as_stored(analysis: Analysis, stored: Inventory) -> Analysis:

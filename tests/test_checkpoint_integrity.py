@@ -4,8 +4,9 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
-from autotp.checkpoint import check_shards, convert
+from autotp.checkpoint import check_shards, convert, inventory
 from autotp.diagnostic import CheckpointError
 from autotp.header import read_header
 from tests.checkpoints import random_tensor, write_checkpoint
@@ -112,3 +113,39 @@ def test_rank_folders_that_are_missing(shards):
     (shards / "autotp.json").unlink()
     with pytest.raises(CheckpointError, match=r"out: holds no autotp\.json"):
         check_shards(shards)
+
+
+def ranks(folder, values):
+    """Two ranks' files of a column and a row layer, whose bias is a sum of parts."""
+    folder.mkdir()
+    for rank, value in enumerate(values):
+        tensors = {"up.weight": torch.full((3, 2), value), "down.weight": torch.full((2, 3), value)}
+        torch.save(tensors | {"down.bias": torch.full((2,), value)}, folder / f"rank_{rank}.pt")
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "none"])
+def test_against_a_source_that_is_no_safetensors(tmp_path, kind):
+    options = {"plan": PLAN, "tp": 2, "check": "shapes", "digest": kind}
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "LICENSE").write_text("free")
+    tensors = {"up.weight": torch.ones(4, 3), "down.weight": torch.ones(3, 4)}
+    torch.save(tensors, source / "pytorch_model.bin")
+    convert(source, tmp_path / "out", **options)
+    assert check_shards(tmp_path / "out", source=source).findings == ()
+    torch.save(tensors | {"up.weight": torch.zeros(4, 3)}, source / "pytorch_model.bin")
+    (source / "LICENSE").write_text("not free")
+    assert check_shards(tmp_path / "out", source=source).findings == (
+        f"{source / 'model.safetensors'}: tensor 'up.weight' is not what was converted",
+        *([f"{source / 'LICENSE'}: is not what was converted"] if kind == "xxh3" else []),
+    )
+    ranks(tmp_path / "ranks", (1.0, 2.0))
+    convert(tmp_path / "ranks", tmp_path / "of ranks", **options, biases="summed")
+    assert check_shards(tmp_path / "of ranks", source=tmp_path / "ranks").findings == ()
+    ranks(tmp_path / "others", (1.0, 4.0))
+    assert check_shards(tmp_path / "of ranks", source=tmp_path / "others").findings == tuple(
+        f"{tmp_path / 'others' / 'model.safetensors'}: tensor {name!r} is not what was converted"
+        for name in ("up.weight", "down.weight", "down.bias")
+    )
+    assert inventory(source).tensors().keys() == tensors.keys()
+    assert inventory(tmp_path / "ranks", plan=PLAN).tensors()["up.weight"].shape == (6, 2)

@@ -120,7 +120,7 @@ def test_a_config_alone_says_what_is_needed(tmp_path):
 
 def test_a_hostile_name_is_only_a_name(tmp_path):
     tensors = {
-        f"layers.{'9' * 5000}.weight": random_tensor("F32", (2,)),
+        f"layers.{'9' * 900}.weight": random_tensor("F32", (2,)),
         "日本.weight": random_tensor("F32", (2,)),
     }
     assert len(inventory(write_checkpoint(tmp_path, tensors)).modules) == 2

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,12 @@ from autotp.checkpoint.folder import INDEX, Folder, open_folder, read_text, regu
 from autotp.checkpoint.manifest import Manifest, load_manifest
 from autotp.checkpoint.output import Output
 from autotp.checkpoint.written import Progress
-from autotp.diagnostic import CheckpointError
+from autotp.diagnostic import AutotpError, CheckpointError
 from autotp.header import Entry, Header
 
 if TYPE_CHECKING:
     from autotp.checkpoint.ranks import Ranks
+    from autotp.checkpoint.supply import Supply
 
 __all__ = ["Integrity", "check_shards"]
 
@@ -109,9 +109,15 @@ def _tensor(ranks: Ranks, file: Header, entry: Entry) -> Iterator[str]:
 
 def _against(ranks: Ranks, source: Path) -> Iterator[str]:
     """What of the shards is not in the source, and the reverse."""
+    from autotp.checkpoint.formats import other_format
+    from autotp.checkpoint.supply import Whole
+
+    summed = any(file.metadata.get("biases", "").startswith("sums of ") for file in ranks.manifest.files)
     try:
-        there = open_folder(source)
-    except CheckpointError as error:
+        other = other_format(source, ranks.manifest.plan, "summed" if summed else "equal")
+        supply: Supply = other or Whole(open_folder(source), {})
+        there = supply.folder
+    except AutotpError as error:
         yield str(error)
         return
     ours = {file.path.name: file for file in ranks.manifest.files}
@@ -122,50 +128,52 @@ def _against(ranks: Ranks, source: Path) -> Iterator[str]:
         elif mine.raw != file.raw:
             yield f"{file.path}: its header is not the one that was converted"
         else:
-            for entry in file.tensors.values():
-                if not _same(ranks, mine, file, entry):
-                    yield f"{file.path}: tensor {entry.name!r} is not what was converted"
+            yield from _differing(ranks, mine, supply, file)
     for name in ours:
         yield f"{source}: {name!r} was converted, and is not there"
-    yield from _against_small(ranks, there)
-
-
-def _against_small(ranks: Ranks, there: Folder) -> Iterator[str]:
-    from autotp.checkpoint.digest import digest_of
-
     if there.index != ranks.manifest.index:
         yield f"{there.path / INDEX}: is not the one that was converted"
+    yield from _against_small(ranks, there, supply.companions())
+
+
+def _against_small(ranks: Ranks, there: Folder, companions: Mapping[str, Path | bytes]) -> Iterator[str]:
+    from autotp.checkpoint.digest import digest_of
+
     for name, digest in ranks.manifest.companions.items():
-        path = there.path / name
-        if not path.is_file() or digest_of(path.read_bytes(), ranks.manifest.digest) != digest:
-            yield f"{path}: is not what was converted"
+        found = companions.get(name, there.path / name)
+        if isinstance(found, Path):
+            found = found.read_bytes() if found.is_file() else b""
+        if digest_of(found, ranks.manifest.digest) != digest or not (name in companions or found):
+            yield f"{there.path / name}: is not what was converted"
 
 
-def _same(ranks: Ranks, mine: Header, file: Header, entry: Entry) -> bool:
-    """Whether a tensor of the source is the one that was converted: by its digest, else by its bytes."""
+def _differing(ranks: Ranks, mine: Header, supply: Supply, file: Header) -> Iterator[str]:
+    """Tensors of a source file that are not the ones that were converted: by digests, else by their bytes."""
     import numpy as np
 
-    from autotp.checkpoint.carry import part_digest
-    from autotp.checkpoint.read import Differs, Part, open_to_read, read_exactly, spans
+    from autotp.checkpoint.digest import new_digest
+    from autotp.checkpoint.read import Differs, spans
     from autotp.checkpoint.write import Buffers
-    from autotp.slicing import rows
 
-    buffers = Buffers()
+    kind, buffers = ranks.manifest.digest, Buffers()
     with ExitStack() as stack:
-        fd = open_to_read(file.path)
-        stack.callback(os.close, fd)
-        part = Part(fd, file.path, entry.start, rows(entry.shape, entry.itemsize, None, 0))
-        if ranks.manifest.digest != "none":
-            digest = part_digest(part, ranks.manifest.digest, buffers)
-            return digest == ranks.manifest.digests[entry.name].whole
-        gathered, other = ranks.open(mine, stack)(entry), np.empty_like(buffers.block)
-        try:
-            for start, stop in spans(entry.nbytes, [gathered.length]):
-                block = buffers.block[: stop - start]
-                gathered.gather(block, start, buffers.scratch)
-                read_exactly(part, other[: stop - start], start)
-                if not np.array_equal(block, other[: stop - start]):
-                    return False
-        except Differs:
-            return False
-    return True
+        sources, gathered_of = supply.open(file, stack), ranks.open(mine, stack)
+        for entry in file.tensors.values():
+            whole, gathered = sources(entry), gathered_of(entry) if kind == "none" else None
+            digest, same = new_digest(kind), True
+            try:
+                for start, stop in spans(
+                    entry.nbytes, [whole.length, *([gathered.length] if gathered else [])]
+                ):
+                    block, other = buffers.block[: stop - start], buffers.next[: stop - start]
+                    whole.gather(block, start, buffers.scratch)
+                    digest.update(block)
+                    if gathered is not None:
+                        gathered.gather(other, start, buffers.scratch)
+                        same = same and np.array_equal(block, other)
+            except Differs:
+                same = False
+            if not same or (
+                gathered is None and digest.hexdigest() != ranks.manifest.digests[entry.name].whole
+            ):
+                yield f"{file.path}: tensor {entry.name!r} is not what was converted"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotp.checkpoint.folder import MANIFEST, open_folder
+from autotp.checkpoint.formats import other_format
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry
 from autotp.inventory import Inventory, ModuleInfo, TensorInfo
@@ -35,12 +36,13 @@ OUTPUT_EMBEDDINGS = (
 )
 
 
-def inventory(path: str | Path) -> Inventory:
+def inventory(path: str | Path, *, plan: Any = None) -> Inventory:
     """What a checkpoint holds: a folder, one .safetensors file, or a folder that autotp converted.
 
     Of a converted folder it is the inventory of the checkpoint that was converted. Headers do not tell
     what a module is: its kind is "norm" when all it has is 1-D and named like a norm's, else "unknown".
     A tied head of which only the bias is stored has its weight too, as a further name of the embedding's.
+    Other trainers' files of each rank are put together by `plan`. What is no safetensors needs torch.
     Raises CheckpointError naming the file; for a config.json alone it says what is needed.
 
     >>> inventory("config.json")
@@ -61,7 +63,8 @@ with its weights, or a factory as package.module:function
         manifest = load_manifest(path.parent if path.name == MANIFEST else path)
         entries = [entry for file in manifest.files for entry in file.tensors.values()]
         return describe_tensors(entries, manifest.config, name=path.name or str(path))
-    folder = open_folder(path)
+    other = None if any(path.glob("*.safetensors")) else other_format(path, plan, "equal")
+    folder = open_folder(path) if other is None else other.folder
     entries = [entry for _, entry in folder.tensors().values()]
     return describe_tensors(entries, folder.config, name=path.resolve().name)
 

@@ -28,6 +28,10 @@ class Supply(Protocol):
 
     watched: frozenset[str]
 
+    @property
+    def folder(self) -> Any:
+        """The checkpoint as one of safetensors, a `Folder`; of `ranks.Ranks`, where it stands."""
+
     def identity(self) -> list[list[Any]]:
         """What tells whether the files are the same ones later: [name, size, time, header], each."""
 

@@ -87,27 +87,26 @@ def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.checkpoint.inventory import inventory
     from autotp.shapes import analyze_shapes
 
-    found = inventory(target)
+    found = inventory(target, plan=plan)
     chosen = choose_plan(plan, found.config)
     return analyze_shapes(found, chosen, tp=tp)
 
 
 def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:
     from autotp.checkpoint.inventory import inventory
-    from autotp.checkpoint.layouts import check_depth
+    from autotp.checkpoint.layouts import check_depth, described_model
     from autotp.match import match
     from autotp.shapes import as_stored
 
-    stored = inventory(target)
+    stored = inventory(target, plan=plan)
     chosen = choose_plan(plan, stored.config)
     there = stored.tensors()
     check_depth(Path(target), stored.config, len(there))
     from autotp.checkpoint.fit import check_complete, check_known  # only now torch
     from autotp.checkpoint.names import resolve
     from autotp.decide import decide
-    from autotp.hf import build
 
-    model = build(target)
+    model = described_model(Path(target), stored.config, None)
     analysis = decide(model, chosen, tp=tp)
     names = resolve(analysis.inventory.tensors(), there, str(getattr(model, "base_model_prefix", "") or ""))
     check_complete(Path(target), model, there, names)
