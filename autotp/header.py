@@ -88,6 +88,8 @@ def read_header(path: str | Path) -> Header:
             if len(head) < 8:
                 _refuse(path, f"is {status.st_size} bytes long; a .safetensors file has at least 8")
             (length,) = struct.unpack("<Q", head)
+            if length > LARGEST_HEADER and head.decode("latin-1").replace("\n", " ").isprintable():
+                _refuse(path, f"begins with the text {head.decode('latin-1')!r}: it is no .safetensors file")
             if length > LARGEST_HEADER:
                 _refuse(
                     path, f"says that its header is {length} bytes long; at most {LARGEST_HEADER} are read"

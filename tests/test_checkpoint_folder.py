@@ -278,3 +278,11 @@ def test_weights_under_such_a_name(tmp_path, name):
     for place in (source, odd):
         with pytest.raises(CheckpointError, match="cannot be kept: it has a backslash, a control character"):
             open_folder(place)
+
+
+def test_a_configuration_in_place_of_a_folder(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    with pytest.raises(CheckpointError) as raised:
+        open_folder(path)
+    assert str(raised.value) == f"{path}: holds no weights; give the folder {tmp_path}"

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from autotp.checkpoint import convert, merge
+from autotp.checkpoint.load import from_pretrained
 from autotp.checkpoint.perrank import PerRank
 from autotp.checkpoint.rankfiles import open_rank
 from autotp.diagnostic import CheckpointError, PlanError, UsageError
@@ -381,6 +383,42 @@ def test_pipeline_stages_are_not_taken_for_ranks(tmp_path):
     (tmp_path / "in" / "mp_rank_00_000").mkdir()
     with pytest.raises(CheckpointError, match=r"mp_rank_00_000 is one of several pipeline stages"):
         there_and_back(tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", ["tp_rank_00_pp_rank_000", "mp_rank_00_001"])
+def test_stages_alone_are_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    torch.save(whole_model(), tmp_path / name / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError) as raised:
+        convert(tmp_path, tmp_path.parent / "out", plan=PLAN, tp=2, check="shapes")
+    says = f"{name} is one of several pipeline stages; only tensor-parallel parts are read"
+    assert str(raised.value) == f"{tmp_path}: {says}"
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def test_biases_that_are_parts_of_a_sum_are_loaded_without_a_conversion(tmp_path):
+    for rank in range(2):
+        tensors = {"up.weight": torch.ones(2, 3), "up.bias": torch.ones(2), "down.weight": torch.ones(3, 2)}
+        torch.save(tensors | {"down.bias": torch.full((3,), rank + 1.0)}, tmp_path / f"rank_{rank}.pt")
+    options = {"plan": {"up": "column", "down": "row"}, "inputs": torch.ones(2, 3)}
+    load = lambda **more: from_pretrained(tmp_path, model=TwoLayers(), **options, **more)  # noqa: E731
+    with pytest.raises(CheckpointError, match=r'if it is a part of a sum, say biases="summed"$'):
+        load()
+    assert load(biases="summed").down.bias.tolist() == [3.0, 3.0, 3.0]
+    convert(tmp_path, tmp_path.parent / "out", plan=options["plan"], tp=1, check="shapes", biases="summed")
+    with pytest.raises(UsageError) as raised:
+        from_pretrained(tmp_path.parent / "out", model=TwoLayers(), inputs=torch.ones(2, 3), biases="summed")
+    assert str(raised.value) == (
+        f"{tmp_path.parent / 'out'}: is converted: its biases are whole; leave `biases` out"
+    )
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path):

@@ -233,6 +233,14 @@ def test_refused_with_the_file_and_the_numbers(tmp_path, content, message):
     assert refusal(tmp_path, content) == message
 
 
+def test_a_text_is_told_as_one(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_text('{\n  "architectures": []}')
+    with pytest.raises(CheckpointError) as raised:
+        read_header(path)
+    assert str(raised.value) == f"{path}: begins with the text '{{\\n  \"arc': it is no .safetensors file"
+
+
 def test_a_huge_number_of_digits_is_refused(tmp_path):
     huge = b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'
     assert refusal(tmp_path, raw_file(huge, bytes(4))).startswith(

@@ -94,6 +94,8 @@ def open_folder(path: str | Path) -> Folder:
 
 def _open(path: Path) -> Folder:
     if path.is_file() or path.suffix == ".safetensors":
+        if path.suffix == ".json":
+            _refuse(path, f"holds no weights; give the folder {path.parent}")
         if not is_plain_name(path.name):
             _refuse(path.parent, f"the name {path.name!r} cannot be kept: {ODD_NAME}")
         config = read_config(path.parent)

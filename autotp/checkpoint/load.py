@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ def from_pretrained(
     inputs: Any = None,
     model: nn.Module | None = None,
     strict: bool = True,
+    biases: Literal["equal", "summed"] = "equal",
 ) -> nn.Module:
     """The model of a checkpoint, sharded over the ranks of `mesh`; call it on every rank.
 
@@ -58,6 +59,7 @@ def from_pretrained(
       and filled in place, with new parameters
     - `dtype`: what floating-point tensors are cast to; without it each keeps the dtype of its file
     - `strict`: False ignores tensors that the model has not; a missing one is an error all the same
+    - `biases`: of other trainers' files of each rank, as `convert` takes it
 
     The model is in eval mode, on the device of the mesh (the CPU when `mesh` is no DeviceMesh). Each rank
     holds its local bytes and nothing else: no rank ever holds the whole model. Raises CheckpointError with
@@ -73,8 +75,10 @@ def from_pretrained(
         manifest = load_manifest(folder) if (Path(folder) / MANIFEST).is_file() else None
         home, ranks = Path(folder), None
         if manifest is None:
-            stored, config = in_checkpoint(home, plan)
+            stored, config = in_checkpoint(home, plan, biases)
         else:
+            if biases != "equal":
+                raise UsageError(f"{home}: is converted: its biases are whole; leave `biases` out")
             plan, config = _same_plan(home, manifest, plan), dict(manifest.config)
             if manifest.tp == group.size:
                 stored = in_own_folder(home, manifest, group.rank)

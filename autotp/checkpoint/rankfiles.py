@@ -32,7 +32,7 @@ from autotp.slicing import rows
 __all__ = ["files_beside", "files_of_ranks", "holds_rank_files", "open_rank"]
 
 RANK = re.compile(r"(?:mp_|tp_)?rank[-_]?(\d+)(?:_model_states)?(\.\w+)?")
-STAGES = re.compile(r"mp_rank_\d+_\d+")
+STAGES = re.compile(r"(?:mp|tp)_rank_\d+_(?:pp_rank_)?\d+")
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 PREFERRED = ("model_optim_rng.pt", "model_rng.pt", "model.safetensors", "pytorch_model.bin")
 # What checkpoints hold beside tensors, and what only sets its own attributes when it is built.
@@ -44,8 +44,8 @@ HARMLESS = [
 
 
 def holds_rank_files(path: Path) -> bool:
-    """Whether a folder holds files or folders of other trainers' ranks."""
-    return path.is_dir() and any(_rank_of(entry) is not None for entry in path.iterdir())
+    """Whether a folder holds files or folders of other trainers' ranks, or of their pipeline stages."""
+    return path.is_dir() and any(_rank_of(e) is not None or STAGES.fullmatch(e.name) for e in path.iterdir())
 
 
 def _rank_of(entry: Path) -> int | None:

@@ -53,9 +53,9 @@ class Stored:
     load: Callable[[], torch.Tensor] | None = None
 
 
-def in_checkpoint(home: Path, plan: Any) -> tuple[dict[str, Stored], dict[str, Any]]:
+def in_checkpoint(home: Path, plan: Any, biases: str = "equal") -> tuple[dict[str, Stored], dict[str, Any]]:
     """The tensors of an unsharded checkpoint, in any format that `convert` reads, and its config."""
-    other = other_format(home, plan, "equal")
+    other = other_format(home, plan, biases)
     if other is not None:
         load = other.load()
         tensors = other.folder.tensors()
