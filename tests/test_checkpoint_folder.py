@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from autotp.checkpoint import convert
 from autotp.checkpoint.folder import open_folder, regular_file
+from autotp.cli import app
 from autotp.diagnostic import CheckpointError
 from tests.checkpoints import random_tensor, safetensors_bytes, write_checkpoint
 
@@ -168,6 +170,21 @@ def test_what_travels_along(tmp_path):
     assert open_folder(folder).companions == (
         ".gitattributes", "1_Pooling/config.json", "config.json", "tokenizer.json",
     )  # fmt: skip
+
+
+def test_what_is_left_out_is_told(tmp_path):
+    folder = write_checkpoint(tmp_path / "in", TENSORS, config={}, files=2)
+    (folder / "2_Dense").mkdir()
+    (folder / "link").symlink_to(folder / "2_Dense")
+    names = ["2_Dense/model.safetensors", "link", "pytorch_model.bin", "x.gguf", "x.onnx"]
+    for name in (name for name in names if name != "link"):
+        (folder / name).write_text("{}")
+    options = {"plan": {"layers.*": "column"}, "tp": 1, "check": "shapes"}
+    assert convert(folder, tmp_path / "out", **options).left_out == tuple(names)
+    (tmp_path / "plan.yaml").write_text("rules: {layers.*: column}")
+    done = ["convert", str(folder), str(tmp_path / "again"), "--plan", str(tmp_path / "plan.yaml")]
+    told = CliRunner().invoke(app, [*done, "--tp", "1", "--check", "shapes"]).stdout.splitlines()
+    assert told[-1] == "left out: 2_Dense/model.safetensors, link, pytorch_model.bin, x.gguf and 1 more"
 
 
 @pytest.mark.parametrize(

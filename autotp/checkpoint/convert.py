@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotp.checkpoint.folder import MANIFEST, open_folder
+from autotp.checkpoint.folder import INDEX, MANIFEST, left_out, open_folder
 from autotp.checkpoint.formats import other_format
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.layouts import check_depth, choose_plan, decide_layouts, described_model
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autotp.checkpoint.meta import Meta
     from autotp.checkpoint.perrank import PerRank
     from autotp.checkpoint.pickled import Pickled
-    from autotp.checkpoint.supply import Whole
+    from autotp.checkpoint.supply import Supply, Whole
 
 __all__ = ["convert"]
 
@@ -106,11 +106,21 @@ def convert(
     if model is not None:
         _tie_as_model(supply, model, [entry.name for entry in entries])
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
-    written = Written(target, tp, chosen, name, manifest.proof, files, free_bytes(target), dry_run)
+    free, left = free_bytes(target), _left_out(source, supply)
+    written = Written(target, tp, chosen, name, manifest.proof, files, free, dry_run, left)
     if not dry_run:
         written.check_room()
         carry(supply, manifest, outputs, target, job="convert", progress=progress)
     return written
+
+
+def _left_out(source: Path, supply: Supply) -> tuple[str, ...]:
+    """The files of the source folder that are not converted: weights in other forms, large files."""
+    if not source.is_dir():
+        return ()
+    read = {str(entry[0]) for entry in supply.identity()}
+    indices = set() if supply.folder.index is None else {INDEX, "pytorch_model.bin.index.json"}
+    return left_out(source, {*supply.companions(), *read, *indices})
 
 
 def _tie_as_model(supply: Whole | Pickled | Meta | PerRank, model: nn.Module, names: Sequence[str]) -> None:

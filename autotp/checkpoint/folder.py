@@ -32,6 +32,7 @@ __all__ = [
     "check_index",
     "companions_of",
     "is_plain_name",
+    "left_out",
     "open_folder",
     "parse_weight_map",
     "read_config",
@@ -170,6 +171,19 @@ def companions_of(folder: Path) -> tuple[str, ...]:
                 if regular_file(folder, relative).stat().st_size <= LARGEST_COMPANION:
                     found.append(relative)
     return tuple(sorted(found))
+
+
+def left_out(folder: Path, kept: Collection[str]) -> tuple[str, ...]:
+    """Files of a folder that neither travel along nor are read, `kept`, and links to folders: sorted names.
+
+    Hidden folders are passed over.
+    """
+    found = []
+    for base, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "."]
+        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
+        found += [os.path.relpath(os.path.join(base, name), folder) for name in (*files, *links)]
+    return tuple(sorted(name for name in found if name not in kept))
 
 
 def parse_weight_map(path: Path, text: bytes, suffix: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ class Written:
     `files` are (relative name, bytes) without the manifest; `free` the bytes that were free on the disk
     before. `tp` is 1 and `proof` that of the shards for a merged folder. `plan_name` names the shipped
     plan that was chosen by the config, and is empty for one that was given. `proof` is "layouts" or "none".
+    `left_out` are the files of the source folder that were neither read nor copied.
     """
 
     target: Path
@@ -34,6 +35,7 @@ class Written:
     files: tuple[tuple[str, int], ...]
     free: int
     dry_run: bool
+    left_out: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

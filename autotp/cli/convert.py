@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["convert", "merge", "reshard"]
 
+LISTED = 4  # files that a line names
+
 
 class Check(StrEnum):
     """How a plan is checked before anything is written."""
@@ -253,4 +255,7 @@ def _summary(written: Written) -> str:
         if written.fits
         else [f"it does not fit: {bytes_words(written.nbytes - written.free)} more are needed"]
     )
-    return "\n".join([*lines, f"{verb} {written.target}: {total}{free}", *short])
+    names = written.left_out
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    left = [f"left out: {', '.join(names[:LISTED])}{more}"] if names else []
+    return "\n".join([*lines, f"{verb} {written.target}: {total}{free}", *left, *short])
