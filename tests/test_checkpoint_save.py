@@ -311,6 +311,14 @@ def test_a_block_that_stands_twice_is_written_once(tmp_path):
         )
 
 
+def test_a_tied_parameter_named_as_the_metadatas_format(tmp_path):
+    model = nn.Module()
+    model.a = model.format = nn.Parameter(torch.ones(2))
+    save_pretrained(model, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
 def test_a_parameter_that_is_conjugated_when_it_is_read(tmp_path):
     model, value = nn.Module(), torch.tensor([1 + 2j, 3 - 4j])
     model.p = nn.Parameter(value.conj())

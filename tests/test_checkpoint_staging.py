@@ -63,6 +63,13 @@ def test_what_cannot_be_resumed_leaves_nothing_when_interrupted(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_what_cannot_be_resumed_takes_nothing_of_a_killed_run(tmp_path):
+    interrupted(tmp_path / "out", JOB)  # as a killed save leaves it
+    with Staging(tmp_path / "out", JOB, resumable=False) as staging:
+        staging.commit()
+    assert os.listdir(tmp_path / "out") == []
+
+
 def test_the_same_job_goes_on_and_another_starts_afresh(tmp_path):
     target = tmp_path / "out"
     interrupted(target, JOB)

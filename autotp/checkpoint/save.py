@@ -150,7 +150,7 @@ class _Writer:
             path = self.staging.path / file
             local = {n: (NAMES[named[n].dtype], shapes[n], _bytes(named[n], shapes[n])) for n in names}
             tied = {other: first for other, first in aliases.items() if first in local}
-            raw, starts = encode_header(local, {"format": "pt", **tied})
+            raw, starts = encode_header(local, {**tied, "format": "pt"})
             size = sum(nbytes for _, _, nbytes in local.values())
             fd = create(path, raw, len(raw) + size)
             stack.callback(os.close, fd)

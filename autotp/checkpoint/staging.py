@@ -137,7 +137,7 @@ class Staging:
         """What an earlier run of the same job finished; the folder is emptied when there was none."""
         lines = _journal(self.path / JOURNAL)
         earlier = lines[0] if lines else {}
-        if {**earlier, "source": None} == {**job, "source": None}:
+        if self.resumable and {**earlier, "source": None} == {**job, "source": None}:
             if earlier["source"] != job["source"]:
                 changed = _changed(earlier["source"], job["source"])
                 _refuse(
