@@ -60,18 +60,21 @@ def _called(module: ModuleInfo) -> str:
 
 def is_norm(module: ModuleInfo) -> bool:
     """Whether a module is a norm over one dim that `column` cuts: torch's own, with a weight."""
+    return module.kind == "norm" and module.class_name in NORMS and _is_vector(module)
+
+
+def _is_vector(module: ModuleInfo) -> bool:
+    """Whether a module has a weight of one dim, and no bias of another size."""
     weight = module.tensors.get("weight")
-    known = module.kind == "norm" and module.class_name in NORMS
-    return known and weight is not None and len(weight.shape) == 1
+    bias = module.tensors.get("bias", weight)
+    return weight is not None and bias is not None and len(weight.shape) == 1 and bias.shape == weight.shape
 
 
 def _is_cut_norm(rule: Rule, module: ModuleInfo) -> bool:
     """A norm over one dim, each rank of which is given its features. Where only headers are known, a vector
     is one if the rule states its dim."""
-    weight = module.tensors.get("weight")
     told = module.kind == "unknown" and rule.dim is not None
-    vector = weight is not None and len(weight.shape) == 1
-    return rule.style == "column" and (is_norm(module) or (told and vector))
+    return rule.style == "column" and (is_norm(module) or (told and _is_vector(module)))
 
 
 def _cut_norm(

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch import nn
 
+from autotp.trace.inputs import Samples
 from tests import capture_all
 
 SAMPLE = ("gpt_neo", "deepseek_v3", "jamba", "rwkv", "gemma3n_text", "xlnet", "ctrl", "recurrent_gemma")
@@ -27,12 +30,28 @@ def test_experts_that_ask_for_values_are_opaque():
     assert found["is"] == "traced" and all(path.endswith("ffn.experts") for path in found["opaque"])
 
 
-def test_what_is_not_traced_is_said(tmp_path, capsys):
+def test_what_is_not_traced_is_said(tmp_path, capsys, monkeypatch):
+    def built(architecture):
+        if architecture == "musicgen":
+            raise ValueError("no text encoder")
+        return Unknown()
+
+    monkeypatch.setattr(capture_all, "build", built)
+    monkeypatch.setattr(capture_all, "make", lambda model: Samples.given(torch.zeros(2, 8).long()))
     target = tmp_path / "found.json"
     capture_all.main(target, ["xlm", "musicgen"])
     told = capsys.readouterr().out
     assert "0 of 1 that run are traced; 1 cannot be built" in told
-    assert "xlm: TraceError: GuardOnDataDependentSymNode" in told and "modeling_xlm.py:" in told
+    assert "musicgen: ValueError: no text encoder" in told
+    assert "xlm: TraceError: " in told and "test_capture_all.py:" in told
     assert json.loads(target.read_text())["musicgen"]["is"] == "not built"
     capture_all.main(target, ["xlm"])  # done already
     assert capsys.readouterr().out.startswith("0 of 1 that run")
+
+
+class Unknown(nn.Module):
+    """Takes a way by the values of its input."""
+
+    def forward(self, input_ids):
+        rows = input_ids.double() @ torch.ones(8, 3, dtype=torch.float64)
+        return rows.new_ones(int(input_ids.sum())) * (2 if rows.sum() > 7 else 3)

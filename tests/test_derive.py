@@ -308,7 +308,7 @@ def test_the_proof_has_the_last_word():
 
         def forward(self, x):
             h = self.fc1(x).relu()
-            return self.fc2(h * h.shape[-1] ** -0.5)
+            return self.fc2(h * float(str(h.shape[-1])) ** -0.5)
 
     analysis = autotp.analyze(nn.Sequential(Mean(), Block()), "auto", tp=2, inputs=SAMPLE)
     assert analysis.ok and analysis.certainty == "layouts"
@@ -521,7 +521,7 @@ class MeanBlock(Block):
 
     def forward(self, x):
         h = self.fc1(x).relu()
-        return super().forward(x) + self.fc2(h * h.shape[-1] ** -0.5)
+        return super().forward(x) + self.fc2(h * float(str(h.shape[-1])) ** -0.5)
 
 
 class Apart(nn.Module):

@@ -350,7 +350,7 @@ def test_errors_name_the_dim_the_size_and_the_ranks() -> None:
     )
     assert wrong(lambda g: mappings.gather(x, g, dim=2) if g.rank else mappings.gather(x, g, dim=0)) == (
         "the ranks do not make the same collective call: rank 0: all_gather(float32[3, 2, 5], dim=0, "
-        "sizes=[3, 3]); rank 1: all_gather(float32[3, 2, 5], dim=2, sizes=[5, 5])"
+        "sizes=[3, 5]); rank 1: all_gather(float32[3, 2, 5], dim=2, sizes=[3, 5])"
     )
 
 

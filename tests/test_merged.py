@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 
 import autotp
 from tests import parallel
@@ -97,3 +99,27 @@ def _counted(rank, size):
 def test_one_all_reduce_forward_in_gptj_and_gpt_neox(ranks):
     # GPT-J's branches read one value and share its copy; GPT-NeoX has a norm before each
     assert ranks(2)(_counted) == [[[(1, 1)] * 2, [(1, 2)] * 2]] * 2
+
+
+def both(module, x):
+    return module.a2(module.a1(x).tanh()) + module.b2(module.b1(x).sigmoid()) + x
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a1, self.a2, self.b1, self.b2 = (nn.Linear(*s) for s in ((8, 7), (7, 8), (8, 9), (9, 8)))
+        self.run = both
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_code_of_one_object_is_not_edited_and_reduces_as_before(patched):
+    model = Branches()
+    if patched:
+        model.forward = types.MethodType(both, model)
+    plan = {"a1": "column", "a2": "row", "b1": "column", "b2": "row"}
+    analysis = autotp.analyze(model, plan, tp=2, inputs=torch.randn(3, 8))
+    assert analysis.ok and not analysis.edits and not analysis.unreduced

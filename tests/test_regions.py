@@ -269,7 +269,7 @@ def test_experts_of_transformers_are_cut_inside():
     analysis = autotp.analyze(mixtral(), plan, tp=2)
     assert analysis.ok and analysis.sharded_fraction > 0.99
     result = autotp.verify(mixtral(), plan, tp=2)
-    assert result.ok and result.dtype == torch.float32  # grouped products refuse float64
+    assert result.ok and result.dtype == torch.float64
     with pytest.raises(autotp.UsageError, match="MixtralForCausalLM does not run in float64: "):
         autotp.verify(mixtral(), plan, tp=2, dtype=torch.float64)
     whole = plan | {"experts.gate_up_proj": {"style": "column", "dim": 1}}

@@ -260,6 +260,24 @@ def said(analysis: autotp.Analysis) -> str:
     return "\n".join(str(found) for found in analysis.diagnostics)
 
 
+ALIKE = {
+    *(
+        "apertus",
+        "arcee",
+        "camembert",
+        "cohere2",
+        "deit",
+        "electra",
+        "ernie4_5",
+        "eurobert",
+        "exaone4",
+        "gemma",
+    ),
+    *("gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium", "jais2", "ministral"),
+    *("nanochat", "nemotron", "phimoe", "qwen2_moe", "siglip_text_model", "smollm3", "xlm-roberta"),
+}
+
+
 def test_every_shipped_plan_has_its_model():
     assert sorted(MODELS) == sorted(shipped_plans())
     for name in shipped_plans():
@@ -284,8 +302,10 @@ def test_proven_and_the_same_from_headers(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_on_even_and_uneven_heads(name):
-    """6 heads on 3 kv heads over 2 ranks, 3 heads over 2, 12 on 6 over 4; 3 ranks for some."""
+    """6 heads on 3 kv heads over 2 ranks, 3 heads over 2, 12 on 6 over 4; 3 ranks for some. Families whose
+    attention and MLP are those of another one here: 3 heads over 2."""
     cases = [({}, 2), (three(name), 2), (doubled(name), 4), *([({}, 3)] if name in FAST else [])]
+    cases = [(three(name), 2)] if name in ALIKE else cases
     for changes, tp in cases:
         result = autotp.verify(build(name, **changes), name, tp=tp)
         assert result.ok and result.state_dict_equal, f"{changes} tp {tp}: {result}"
@@ -308,5 +328,5 @@ def test_what_stays_whole_is_small_or_known(name):
     linear = [p for p, m in analysis.inventory.modules.items() if m.kind == "linear"]
     whole = {p.rpartition(".")[2] for p in linear if f"{p}.weight" not in analysis.layouts}
     known = {"pooler", "dense", "transform", "vocab_transform", "embeddings_project", "head", "gate"}
-    known |= {"embedding_hidden_mapping_in", "shared_expert_gate"}
+    known |= {"embedding_hidden_mapping_in", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa"}
     assert whole <= known, whole

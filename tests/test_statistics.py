@@ -7,6 +7,7 @@ import collections
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import autotp
 from autotp.comm import simulate
@@ -137,3 +138,21 @@ def test_another_width_than_the_proven_one_raises():
         "inputs= that run it this way"
         for own in (4, 3)
     ]
+
+
+class Spread(nn.Module):
+    """Rows of zeros have no spread; torch's std has the gradient 0 there."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 9, bias=False), nn.Linear(9, 8)
+
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.fc2(h / (h.std(-1, keepdim=True) + 1e-6))
+
+
+def test_the_gradient_of_a_spread_that_is_zero():
+    x = torch.cat([torch.randn(2, 8), torch.zeros(2, 8)]).double()
+    result = autotp.verify(Spread(), {"fc1": "column", "fc2": "row"}, tp=2, inputs=x)
+    assert result.ok and result.max_grad_diff < 1e-9

@@ -194,7 +194,9 @@ def methods(
     """
     body: dict[str, Any] = {}
     for name, tree in grown(edits.edits).items():
-        kept = next(vars(k)[name] for k in kind.__mro__ if name in vars(k))
+        kept = next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), None)
+        if kept is None or (owner is not None and name in vars(owner)):
+            raise NoSource(f"{name} is a function of one {kind.__name__}, not a method of its class")
         function = holds(kept.fget if isinstance(kept, property) else kept, tree.function.live.__code__)
         if function is None:
             raise NoSource(f"{kind.__name__}.{name} is no longer {tree.function.name}")

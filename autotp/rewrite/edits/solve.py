@@ -51,15 +51,27 @@ class _Search:
         self.module, self.modes, self.ranks, self.record = module, modes, ranks, run
         self.missing: list[tuple[fx.Node, str]] = []
         self.misplaced = False  # whether an edit of ours is what raised
+        self.plain: tuple[str, int, Finding] | None = None  # what is found before any edit
 
     def run(self) -> tuple[Edits, str, Finding | None]:
+        """Search; a text that cannot be edited is why the first finding stays."""
+        try:
+            return self._searched()
+        except NoSource as error:
+            mode, node = self.modes[0][0].name, self.modes[0][1].trace.ops()[0]
+            if self.plain is None:
+                return Edits(), mode, Finding(node, Conflict("AT315", str(error)), ())
+            mode, _, finding = self.plain
+            self.missing.append((finding.node, str(error)))
+            return Edits(), mode, self._explained(finding)
+
+    def _searched(self) -> tuple[Edits, str, Finding | None]:
         try:
             edits = Edits() | slow(self.module, {name for _, whole in self.modes for name in whole.cuts})
         except NoSource as error:
             what = f"a fused kernel of torch would read cut tensors past their mappings: {error}"
             first = next(n for n in self.modes[0][1].trace.ops())
             return Edits(), self.modes[0][0].name, Finding(first, Conflict("AT312", what), ())
-        plain: tuple[str, int, Finding] | None = None  # what is found before any edit
         for _ in range(ROUNDS):
             self.missing = []
             observed = Observed()
@@ -67,10 +79,10 @@ class _Search:
                 failed = self._first(edits, observed)
                 if failed is None:
                     return self._closed(edits, observed), "", None
-                plain = plain or failed
+                self.plain = self.plain or failed
                 mode, rank, finding = failed
                 if self.misplaced:
-                    return Edits(), plain[0], self._explained(plain[2])
+                    return Edits(), self.plain[0], self._explained(self.plain[2])
                 more = edits | self._guided(edits, rank) if finding.conflict.code in _EDITABLE else edits
                 more |= by_itself(more)
             except TwoNeeds as error:

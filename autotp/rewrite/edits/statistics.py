@@ -64,6 +64,12 @@ def _spread(how: Mapped, step: str, whole: int, group: Group) -> Callable[..., T
         mean = mappings.copy(mappings.reduce(x.sum(dim, keepdim=True), group), group) / whole
         squares = mappings.reduce((x - mean).square().sum(dim, keepdim=keep), group)
         variance = squares / max(whole - correction, 0)
-        return variance if step == "var" else variance.sqrt()
+        return variance if step == "var" else _root(variance)
 
     return spread
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The square root, without a gradient where it is 0, as in torch's own std."""
+    zero = variance == 0
+    return variance.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
