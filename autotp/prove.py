@@ -203,7 +203,7 @@ class _Prover:
         """The model, and a region of raw tensors, may be called as in the traces: another flag may choose
         another way."""
         if traces and self.proof.cuts:
-            self.proof.given = guard_of("", traces, _sizes(self.samples))
+            self.proof.given = guard_of("", traces, ())
         layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
         raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}
         for path, region in self.proof.regions.items():

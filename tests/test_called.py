@@ -120,3 +120,23 @@ def test_a_dropout_rate_that_was_zero_may_not_be_raised(path, name):
         f"{path or 'Rates'}: {name} is 0.25, and was 0.0 when the plan was proven: every rank would drop the "
         "same elements of its own part; set the rate before the model is sharded"
     )
+
+
+@pytest.mark.parametrize("number", [3, 7, 8, 6, -3])
+def test_a_number_like_a_size_of_the_samples_is_not_any_number(number):
+    class Modes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 9), nn.Linear(9, 6)
+
+        def forward(self, x, mode=number):
+            h = self.fc1(x)
+            return self.fc2(h.cumsum(-1) if mode == 99 else h)
+
+    def here(group):
+        model = autotp.shard(Modes(), {"fc1": "column", "fc2": "row"}, group, inputs=torch.zeros(3, 7, 8))
+        model(torch.ones(2, 5, 8), number)
+        with pytest.raises(autotp.UnprovenPath, match="is called with mode=99"):
+            model(torch.ones(2, 5, 8), 99)
+
+    simulate(2, here)

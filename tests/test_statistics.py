@@ -156,3 +156,18 @@ def test_the_gradient_of_a_spread_that_is_zero():
     x = torch.cat([torch.randn(2, 8), torch.zeros(2, 8)]).double()
     result = autotp.verify(Spread(), {"fc1": "column", "fc2": "row"}, tp=2, inputs=x)
     assert result.ok and result.max_grad_diff < 1e-9
+
+
+class Written(Spread):
+    """A statistic is written in place, as in `mean(...).add_(eps).rsqrt_()`."""
+
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.fc2(h * h.pow(2).mean(-1, keepdim=True).add_(1e-5).rsqrt_())
+
+
+def test_a_statistic_may_be_written_in_place():
+    x = torch.randn(4, 8).double()
+    analysis = autotp.analyze(Written(), {"fc1": "column", "fc2": "row"}, tp=2, inputs=x)
+    assert analysis.ok and "copy(mean(" in analysis.edits
+    assert autotp.verify(Written(), {"fc1": "column", "fc2": "row"}, tp=3, inputs=x).ok

@@ -62,8 +62,8 @@ def flag(value: Any) -> str:
 
 
 def guard_of(path: str, traces: Iterable[Trace], sizes: Iterable[int]) -> Guard:
-    """The guard of a module from all traced calls. Whole numbers that are multiples of a size of the inputs
-    change with the inputs, and are no flags."""
+    """The guard of a module from all traced calls. Whole numbers that are multiples of one of `sizes`, those
+    of the inputs, change with the inputs, and are no flags."""
     sizes = [size for size in sizes if size > 1]
     seen: dict[str, set[str]] = {}
     free: set[str] = set()

@@ -47,7 +47,7 @@ def mapping_of(how: Mapped, step: str, group: Group | None) -> Callable[..., Ten
     if step == "reduce":
         return lambda value: mappings.reduce(value, known)
     if step == "copy":
-        return lambda value: mappings.copy(value, known)
+        return lambda value: _own(mappings.copy(value, known))
     assert how.size is not None
     whole, own = how.size.whole, how.size.parts[known.rank]
     if step == "mean":
@@ -67,6 +67,11 @@ def _spread(how: Mapped, step: str, whole: int, group: Group) -> Callable[..., T
         return variance if step == "var" else _root(variance)
 
     return spread
+
+
+def _own(copied: Tensor) -> Tensor:
+    """A value that may be written in place, which what a function passes on may not."""
+    return copied.clone() if copied.requires_grad else copied
 
 
 def _root(variance: Tensor) -> Tensor:
