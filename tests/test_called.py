@@ -140,3 +140,23 @@ def test_a_number_like_a_size_of_the_samples_is_not_any_number(number):
             model(torch.ones(2, 5, 8), 99)
 
     simulate(2, here)
+
+
+def test_flags_that_were_proven_one_by_one_are_proven_together():
+    class Flags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(8, 9), nn.Linear(9, 6)
+
+        def forward(self, x, one=False, two=False):
+            h = self.fc1(x)
+            return self.fc2(h.cumsum(-1) if one and two else h)
+
+    def here(group):
+        model, x = autotp.shard(Flags(), {"fc1": "column", "fc2": "row"}, group), torch.ones(2, 8)
+        for flags in ((True, False), (False, True), (True, False)):
+            model(x, *flags)
+        with pytest.raises(autotp.UnprovenPath, match=r"one=True .* and two=True"):
+            model(x, True, True)
+
+    simulate(2, here)

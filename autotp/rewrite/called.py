@@ -45,7 +45,8 @@ class Called:
 
     def __init__(self, model: nn.Module, analysis: Analysis) -> None:
         assert analysis.given is not None and analysis.samples is not None
-        self.guard = analysis.given
+        self.traced = self.guard = analysis.given
+        self.proven: set[frozenset[tuple[str, str]]] = set()  # values together that were proven anew
         self.decided = _decisions(analysis)
         self.samples = _shapes_of(analysis.samples)
         self.plan, self.tp = analysis.plan, analysis.tp
@@ -55,13 +56,18 @@ class Called:
         self.changes: Mapping[str, Change] = {}  # told when the model is sharded
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        free = self.guard.free
         new = {
             place: value
-            for place, value in self.guard.unseen(given_in(called(self.parameters, args, kwargs))).items()
+            for place, value in self.traced.unseen(given_in(called(self.parameters, args, kwargs))).items()
             # what it does not take, the forward refuses by itself
             if value is not torch.Tensor and (self.takes is None or _first(place) in self.takes)
+            if not (is_number(value) and place in free)
         }
-        reason = self._fails(model, new, self._samples(args, kwargs, new)) if new else ""
+        together = frozenset((place, flag(value)) for place, value in new.items())
+        if not together or together in self.proven:
+            return
+        reason = self._fails(model, new, self._samples(args, kwargs, new))
         if reason:
             told = " and ".join(
                 f"{place}={flag(value)} (it was proven {self.guard.shown(place)})"
@@ -71,6 +77,7 @@ class Called:
                 f"{type(model).__name__} is called with {told}: {reason}\n  = help: shard the model with "
                 "inputs= that call it this way, to see what the plan lacks"
             )
+        self.proven.add(together)
 
     def _samples(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: Mapping[str, Any]) -> Samples:
         """What is to be traced: the samples of before, or this call, if it gives no tensor where they do."""
