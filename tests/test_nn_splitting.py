@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from autotp import mappings
 from autotp.comm import Group, simulate
 from autotp.diagnostic import UsageError
-from autotp.nn import split
+from autotp.nn import ColumnParallelLinear, split
 from autotp.placement import Shard, deal
 from tests.test_mappings import randn
 from tests.test_nn_linear import close
@@ -145,3 +145,27 @@ def test_a_name_stands_for_one_layer(again: tuple[Any, ...], text: str) -> None:
     owner.norm = nn.LayerNorm(4)
     with pytest.raises(UsageError, match=re.escape("split: the owner's 'norm' is ('LayerNorm',)")):
         split(torch.ones(2, 4), (4, 8), "linear", 1, owner=owner, name="norm")
+
+
+def test_what_is_no_size_no_name_and_no_number() -> None:
+    x, owner = torch.ones(2, 4), nn.Module()
+    for told, call in {
+        "split: size=4 is no pair of numbers": lambda: split(x, 4, "linear"),  # type: ignore[arg-type]
+        "split: name='forward' is no name for a new submodule of the owner": lambda: split(
+            x, (4, 6), "linear", owner=owner, name="forward"
+        ),
+        "split: name='a.b' is no name for a new submodule of the owner": lambda: split(
+            x, (4, 6), "linear", owner=owner, name="a.b"
+        ),
+        "split: a linear layer takes floating-point numbers, not torch.int64": lambda: split(
+            x.long(), (4, 6), "linear"
+        ),
+        "ColumnParallelLinear: sections=8 is no sequence of sizes": lambda: ColumnParallelLinear(
+            4,
+            8,
+            sections=8,  # type: ignore[arg-type]
+        ),
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert str(caught.value) == told

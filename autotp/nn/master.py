@@ -43,6 +43,8 @@ def shard_of(
     """
     for what, number in [(name, size), ("stride", stride)]:
         whole_number(layer, what, number)
+    if sections is not None and not isinstance(sections, Sequence):
+        raise UsageError(f"{layer}: sections={sections!r} is no sequence of sizes")
     if sections is not None and not all(type(section) is int for section in sections):
         raise UsageError(f"{layer}: sections={list(sections)} are not whole numbers")
     if stride < 1:

@@ -59,6 +59,8 @@ def split(
     """
     ranks = group_of(group)
     _check(size, operation, axis, num_partitions, ranks, owner, name)
+    if operation == "linear" and not x.is_floating_point():
+        raise UsageError(f"split: a linear layer takes floating-point numbers, not {x.dtype}")
     first, second = size
     if owner is not None and name in owner._modules:
         layer = _kept(owner._modules[name], name, operation, axis, first, second, gather_out)
@@ -111,6 +113,8 @@ def _check(
     """Refuse what cannot mean anything."""
     if operation not in ("linear", "embedding"):
         raise UsageError(f"split: operation={operation!r} is not 'linear' or 'embedding'")
+    if not isinstance(size, Sequence):
+        raise UsageError(f"split: size={size!r} is no pair of numbers")
     if len(size) != 2:
         raise UsageError(f"split: size={tuple(size)} has {len(size)} numbers, two are needed")
     axes = (0, 1) if operation == "linear" else (0,)
@@ -121,6 +125,9 @@ def _check(
         raise UsageError(f"split: num_partitions={num_partitions}, but the group has {group.size} ranks")
     if (owner is None) != (name == ""):
         raise UsageError("split: owner and name go together: the layer is kept as the owner's submodule")
+    taken = owner is not None and name not in owner._modules and hasattr(owner, name)
+    if "." in name or taken:
+        raise UsageError(f"split: name={name!r} is no name for a new submodule of the owner")
 
 
 def _linear(
