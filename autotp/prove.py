@@ -21,12 +21,13 @@ from autotp.analysis import Branch
 from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
-from autotp.placement import INVARIANT, Shard, describe, is_whole
+from autotp.placement import INVARIANT, Shard, is_whole
+from autotp.proof_notes import copied_at_times, not_run, notes, unreached_layers, untraceable
 from autotp.propagate import dual
 from autotp.propagate.as_rank import distinct_ranks, trace_rank
 from autotp.propagate.borders import borders
 from autotp.propagate.compared import comparisons
-from autotp.propagate.diagnose import diagnose, rule_line
+from autotp.propagate.diagnose import diagnose
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
 from autotp.propagate.given import Guard, guard_of
@@ -174,7 +175,7 @@ class _Prover:
         proof = self.proof
         self.repeats = any(trace.repeats for _, trace in found.traces)
         for mode, error in found.failed if found.traces else found.failed[:1]:
-            proof.diagnostics.append(_untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
+            proof.diagnostics.append(untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         traces = {mode.name: trace for mode, trace in found.traces}
         propagated = self._propagated(traces)
         modes = [mode for mode, _ in found.traces if mode.name in propagated]
@@ -191,13 +192,13 @@ class _Prover:
             self._keep(mode.name, whole, training=mode.training)
         self._guard([trace for _, trace in found.traces])
         if both := sorted(proof.copied & proof.uncopied):
-            proof.diagnostics.append(_copied_at_times(both[0]))
+            proof.diagnostics.append(copied_at_times(both[0]))
         proof.modes += found.covered
         proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
         proof.shared = self._shared()
         if found.traces and self.all_run:
-            proof.diagnostics += _unreached(self.matches, self.reached, self.first)
-        proof.diagnostics += _not_run(found)
+            proof.diagnostics += unreached_layers(self.matches, self.reached, self.first)
+        proof.diagnostics += not_run(found)
 
     def _guard(self, traces: list[Trace]) -> None:
         """The model, and a region of raw tensors, may be called as in the traces: another flag may choose
@@ -309,7 +310,7 @@ class _Prover:
         ):
             proof.draws.add("train" if training else "eval")
         told = {d.message for d in proof.diagnostics}
-        proof.diagnostics += [d for d in _notes(whole) if d.message not in told]
+        proof.diagnostics += [d for d in notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
     def _ranks(self, modes: list[tuple[Mode, Propagation]]) -> None:
@@ -336,15 +337,6 @@ class _Prover:
         self.proof.edits, failed, finding = solve(self.module, modes, ranks, run)
         if finding is not None:
             next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
-
-
-def _copied_at_times(path: str) -> Diagnostic:
-    return Diagnostic(
-        "AT305",
-        "in one mode its input has a part of its gradient on each rank, and in another the whole",
-        module=path,
-        help=("leave it whole",),
-    )
 
 
 def _alike(whole: Propagation, local: Trace, rank: int) -> None:
@@ -389,89 +381,3 @@ def _random(whole: Propagation) -> None:
                     only=draws,
                 )
             )  # fmt: skip
-
-
-def _not_run(found: Captured) -> Iterator[Diagnostic]:
-    """The run-time path is what users run; where it cannot be traced, that is said."""
-    for mode, error in found.dropped:
-        proven = "run time" in found.covered or any(d.name == "run time" for d, _ in found.traces)
-        if mode.name == "run time" and not proven:
-            yield Diagnostic(
-                "AT320",
-                f"the forward cannot be traced as it runs outside of a trace: {error}",
-                severity="warning",
-                module=error.module or None,
-                source=error.source,
-                notes=("what the model does only when nothing traces it is not proven",),
-            )
-            return
-
-
-def _notes(whole: Propagation) -> Iterator[Diagnostic]:
-    """What a user should know of a proof that holds."""
-    for stored in whole.trace.stored:
-        layouts = whole.layouts.get(stored.node, [INVARIANT])
-        if not is_whole(layouts[0]):
-            yield Diagnostic(
-                "AT324",
-                f"the forward leaves {stored.name} on the model, of which each rank holds its own part",
-                severity="warning",
-                source=stored.node.meta.get("source"),
-                notes=(f"{describe(layouts[0])}",),
-            )
-    if whole.trace.opaque:
-        yield Diagnostic(
-            "AT325",
-            f"not looked into, since their forward asks for values: {', '.join(whole.trace.opaque)}",
-            severity="note",
-            notes=("nothing sharded goes in or comes out; what they compute is the unsharded model's",),
-        )
-
-
-def _unreached(matches: Matches, reached: set[str], first: Mapping[str, str]) -> Iterator[Diagnostic]:
-    """Layers that no trace ran, but those that only name tensors of layers that ran."""
-    modules = [placed for placed in matches.placed.values() if placed.target == "module"]
-    ran = {first.get(n, n) for placed in modules if placed.path in reached for n in placed.layouts}
-    for placed in modules:
-        alone = any(first.get(n, n) not in ran for n in placed.layouts)
-        if alone and placed.path not in reached:
-            yield Diagnostic(
-                "AT322",
-                "no traced forward runs this layer, so nothing is proven about it",
-                module=placed.path,
-                plan=placed.span,
-                notes=() if placed.span else (f"the rule: {rule_line(placed.pattern, placed.rule)}",),
-                help=("pass inputs= with which the forward runs it, or leave it whole",),
-            )
-
-
-def _untraceable(error: TraceError, mode: str, samples: Samples, *, warning: bool) -> Diagnostic:
-    return Diagnostic(
-        "AT320",
-        f"the forward cannot be traced in {mode} mode: {error}",
-        severity="warning" if warning else "error",
-        module=error.module or None,
-        source=error.source,
-        notes=(f"the inputs of the trace were {samples.origin}: {_spoken(samples)}",),
-        help=(
-            (f"the sharded model will refuse to run in {mode} mode",)
-            if warning
-            else (
-                "pass inputs= with which the forward runs",
-                'check="shapes" goes on without a proof, on names and shapes only',
-            )
-        ),
-    )
-
-
-def _spoken(samples: Samples) -> str:
-    def one(value: object) -> str:
-        shape = getattr(value, "shape", None)
-        return (
-            repr(value)
-            if shape is None
-            else f"{list(shape)} {str(getattr(value, 'dtype', '')).removeprefix('torch.')}"
-        )
-
-    named = [one(a) for a in samples.args] + [f"{k}={one(v)}" for k, v in samples.kwargs.items()]
-    return ", ".join(named)

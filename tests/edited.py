@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import einops
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class CausalSelfAttention(nn.Module):
-    """Fused q, k and v; the head count and the width are written into the views."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
-        self.n_head, self.n_embd = heads, width
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
-        att = att.masked_fill(torch.ones(T, T, dtype=torch.bool).tril().logical_not(), float("-inf"))
-        y = F.softmax(att, dim=-1) @ v
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
-        return self.c_proj(y)
+from examples.own_code.nanogpt import CausalSelfAttention
 
 
 class Block(nn.Module):

@@ -74,8 +74,8 @@ def test_a_number_that_only_whole_values_depend_on_is_proven_once(sharded, monke
     _run(sharded, start=1, inner=0.5)
     monkeypatch.setattr("autotp.decide.decide_with_proof", None)
     _run(sharded, start=3, inner=-2)
-    guard = next(iter(sharded[1][0]._forward_pre_hooks.values())).guard
-    assert {"start", "inner"} <= guard.free and "k" not in guard.free
+    free = next(iter(sharded[1][0]._forward_pre_hooks.values())).free
+    assert {"start", "inner"} <= free and "k" not in free
 
 
 def test_a_call_without_a_tensor_that_the_traces_had_is_proven_as_it_is(sharded):
@@ -160,3 +160,11 @@ def test_flags_that_were_proven_one_by_one_are_proven_together():
             model(x, True, True)
 
     simulate(2, here)
+
+
+def test_a_call_like_an_earlier_one_is_not_looked_at_again(sharded, monkeypatch):
+    _run(sharded)
+    monkeypatch.setattr("autotp.rewrite.called.given_in", None)
+    _run(sharded)
+    with pytest.raises(TypeError, match="not callable"):
+        _run(sharded, k=True)  # 1 is another value than True

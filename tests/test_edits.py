@@ -27,7 +27,7 @@ def test_the_edits_of_every_layer_are_one_diff():
         "k = k.view(B, T, local(self.n_head), C // self.n_head).transpose(1, 2)",
         "q = q.view(B, T, local(self.n_head), C // self.n_head).transpose(1, 2)",
         "v = v.view(B, T, local(self.n_head), C // self.n_head).transpose(1, 2)",
-        "y = y.transpose(1, 2).contiguous().view(B, T, local(C))",
+        "return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, local(C)))",
     ]
 
 

@@ -119,7 +119,7 @@ PARTS = {
     "the plan's text": ("plan", "planfault", "planfile", "plantext", "rule", "hfplan", "hfwrite", "hfsource"),
     "match": ("match", "claims", "units", "styles", "tied"),
     "the model": ("trace/support", "decide"),
-    "the layouts": ("propagate/", "prove", "rewrite/edits/"),
+    "the layouts": ("propagate/", "prove", "proof_notes", "rewrite/edits/"),
     "the cost": ("cost", "derive/auto"),
     "the checkpoint": ("shapes", "checkpoint/"),
 }

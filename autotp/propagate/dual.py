@@ -12,14 +12,14 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from autotp.placement import describe
+from autotp.propagate.alike import NOTHING, equal, has_node, plain, said, shapes_said, shown
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.findings import finding_in, origins_of
-from autotp.propagate.mapped import MARK, STEPS
+from autotp.propagate.mapped import MARK, stripped
 from autotp.propagate.ops import arguments_of, op_name, silent, spoken
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.trace.graph import GRADIENT, REPEATED, Trace, TraceError, Val
@@ -125,7 +125,7 @@ class _Comparison:
         value, others, step = mark.args
         assert isinstance(value, fx.Node) and isinstance(others, (list, tuple))
         source = self._id(value)
-        made = self.made.get(_stripped(source))
+        made = self.made.get(stripped(source))
         asked = self.whole.mapped.get(made, ()) if made is not None else ()
         operands = [self._id(n) for n in others if isinstance(n, fx.Node)]
         if made is None or step not in asked:
@@ -164,13 +164,13 @@ class _Comparison:
             ("leaves on the model", whole.kept, local.kept),
         ):
             for place in dict.fromkeys([*ours, *theirs]):
-                want, got = ours.get(place, _NOTHING), theirs.get(place, _NOTHING)
-                if _said(want) != _said(got):
+                want, got = ours.get(place, NOTHING), theirs.get(place, NOTHING)
+                if said(want) != said(got):
                     return self._finding(
                         whole.ops()[-1],
                         "AT313",
-                        f"the forward {does} {_said(got)}{f' at {place}' if place else ''} on rank "
-                        f"{self.rank}, and {_said(want)} unsharded",
+                        f"the forward {does} {said(got)}{f' at {place}' if place else ''} on rank "
+                        f"{self.rank}, and {said(want)} unsharded",
                         help=("take it from a value that is whole on every rank",),
                     )
         return None
@@ -223,13 +223,13 @@ class _Comparison:
             if value is None or node.meta["name"] not in theirs:
                 continue
             other = theirs[node.meta["name"]]
-            if other is None or not _equal(value, other):
+            if other is None or not equal(value, other):
                 user = next(iter(node.users), node)
                 return self._finding(
                     user,
                     "AT313",
-                    f"a tensor of numbers is {_shown(other)} on rank {self.rank}, "
-                    f"and {_shown(value)} unsharded",
+                    f"a tensor of numbers is {shown(other)} on rank {self.rank}, "
+                    f"and {shown(value)} unsharded",
                     help=_CONSTANT,
                 )
         return None
@@ -281,9 +281,9 @@ class _Comparison:
             return self._finding(
                 wanted,
                 "AT313",
-                f"{op_name(wanted)} gives {_shapes(shapes)} on rank {self.rank}, "
-                f"its part of the whole is {_shapes(results)}",
-                f"unsharded: {_shapes(tuple(v.shape for v in _vals(wanted) if v is not None))}",
+                f"{op_name(wanted)} gives {shapes_said(shapes)} on rank {self.rank}, "
+                f"its part of the whole is {shapes_said(results)}",
+                f"unsharded: {shapes_said(tuple(v.shape for v in _vals(wanted) if v is not None))}",
                 help=_CONSTANT,
             )
         return None
@@ -293,7 +293,7 @@ class _Comparison:
         local = local_call(self.whole, wanted, self.rank)
         for name in sorted(ours.keys() | theirs.keys()):
             here = theirs.get(name)
-            if _has_node(ours.get(name)) or _has_node(here):
+            if has_node(ours.get(name)) or has_node(here):
                 if self._places(ours.get(name), self._seen) != self._places(here, self._id):
                     lacking = self._unmapped(ours.get(name))
                     if lacking is not None:
@@ -306,7 +306,7 @@ class _Comparison:
                     )
                 continue
             want = expected(op_name(wanted), name, local, here)
-            if _plain(want) != _plain(here):
+            if plain(want) != plain(here):
                 return self._finding(
                     wanted,
                     "AT313",
@@ -314,7 +314,7 @@ class _Comparison:
                     f"its part of the whole needs {name}={want}",
                     f"unsharded: {name}={ours.get(name)}",
                     source=got,
-                    help=_LOCAL if _plain(want) == ours.get(name) else _CONSTANT,
+                    help=_LOCAL if plain(want) == ours.get(name) else _CONSTANT,
                 )
         return None
 
@@ -339,13 +339,6 @@ class _Comparison:
         return self._finding(value, "AT303", message, note)
 
 
-def _stripped(source: Any) -> Any:
-    """The op's own id, without the mappings around it."""
-    while isinstance(source, tuple) and len(source) == 2 and source[0] in STEPS:
-        source = source[1]
-    return source
-
-
 def _grad(node: fx.Node) -> bool:
     return any(val is not None and val.grad for val in _vals(node))
 
@@ -360,36 +353,8 @@ _LOCAL = (
 )
 
 
-_NOTHING = object()
-
-
-def _said(value: object) -> str:
-    return "nothing" if value is _NOTHING else repr(value)
-
-
 def _named(node: fx.Node) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in arguments_of(node).items()}
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and torch.equal(one.nan_to_num(), other.nan_to_num())
-    )
-
-
-def _shown(value: torch.Tensor | None) -> str:
-    return "none" if value is None else str(value.tolist()) if value.numel() <= 4 else str(list(value.shape))
-
-
-def _plain(value: Any) -> Any:
-    """Lists for every sequence, so that spellings compare."""
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _has_node(value: Any) -> bool:
-    return isinstance(value, fx.Node) or (isinstance(value, list) and any(_has_node(v) for v in value))
+    return {name: plain(value) for name, value in arguments_of(node).items()}
 
 
 def _around(node: fx.Node) -> tuple[Sequence[int], ...]:
@@ -409,10 +374,6 @@ def _left_out(node: fx.Node, before: Sequence[int] = (), after: Sequence[int] = 
         return False
     more = len(before) - len(after)
     return more >= 0 and tuple(before[more:]) == tuple(after) and set(before[:more]) <= {1}
-
-
-def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
-    return ", ".join(str(list(s)) for s in shapes)
 
 
 def failed(whole: Propagation, error: TraceError, rank: int) -> Finding:

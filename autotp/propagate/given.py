@@ -45,11 +45,6 @@ class Guard:
         seen = {place: self.seen.get(place, none) | other.seen.get(place, none) for place in places}
         return Guard(seen, self.free | other.free)
 
-    def with_seen(self, place: str, value: Any, *, any_number: bool = False) -> Guard:
-        """The same, where this value was shown, too, or with it any number."""
-        seen = {**self.seen, place: self.seen.get(place, frozenset()) | {flag(value)}}
-        return Guard(seen, self.free | {place} if any_number else self.free)
-
 
 def is_number(value: Any) -> bool:
     """Whether a value counts or measures, and is no flag."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -34,6 +35,7 @@ __all__ = [
     "counted",
     "divisor",
     "mapped_statistic",
+    "stripped",
     "sums_of",
 ]
 
@@ -176,3 +178,10 @@ def divisor(node: fx.Node) -> tuple[int, bool, float]:
     if "unbiased" in given:
         correction = 1 if given["unbiased"] else 0
     return normal_dim(dim, rank), bool(given.get("keepdim")), 1 if correction is None else float(correction)
+
+
+def stripped(source: Any) -> Any:
+    """The op's own id, without the mappings around it."""
+    while isinstance(source, tuple) and len(source) == 2 and source[0] in STEPS:
+        source = source[1]
+    return source

@@ -45,7 +45,9 @@ class Called:
 
     def __init__(self, model: nn.Module, analysis: Analysis) -> None:
         assert analysis.given is not None and analysis.samples is not None
-        self.traced = self.guard = analysis.given
+        self.guard = analysis.given
+        self.free: set[str] = set(self.guard.free)  # where any number may stand
+        self.passed: set[Any] = set()  # calls that need not be looked at again
         self.proven: set[frozenset[tuple[str, str]]] = set()  # values together that were proven anew
         self.decided = _decisions(analysis)
         self.samples = _shapes_of(analysis.samples)
@@ -56,13 +58,21 @@ class Called:
         self.changes: Mapping[str, Change] = {}  # told when the model is sharded
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        free = self.guard.free
+        call = _call(args, kwargs)
+        if call is not None and call in self.passed:
+            return
+        self._look(model, args, kwargs)
+        if call is not None and len(self.passed) < _REMEMBERED:
+            self.passed.add(call)
+
+    def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises UnprovenPath for a call whose values are new and not proven."""
         new = {
             place: value
-            for place, value in self.traced.unseen(given_in(called(self.parameters, args, kwargs))).items()
+            for place, value in self.guard.unseen(given_in(called(self.parameters, args, kwargs))).items()
             # what it does not take, the forward refuses by itself
             if value is not torch.Tensor and (self.takes is None or _first(place) in self.takes)
-            if not (is_number(value) and place in free)
+            if not (is_number(value) and place in self.free)
         }
         together = frozenset((place, flag(value)) for place, value in new.items())
         if not together or together in self.proven:
@@ -103,8 +113,7 @@ class Called:
             )
             if isinstance(beside, str) or not _alike(found, beside):
                 free = set()
-        for place, value in new.items():
-            self.guard = self.guard.with_seen(place, value, any_number=place in free)
+        self.free |= free
         return ""
 
     def _position(self, place: str) -> int | None:
@@ -136,6 +145,22 @@ class Called:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Called:
         return self  # it learns, and what it learns holds for a copy, too
+
+
+_REMEMBERED = 4096
+
+
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What tells calls apart that are tensors and plain values; None where there is anything else."""
+    words = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            words.append(TENSOR)
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            words.append(f"{type(value)} {value!r}")
+        else:
+            return None
+    return len(args), tuple(kwargs), tuple(words)
 
 
 def _first(place: str) -> str:

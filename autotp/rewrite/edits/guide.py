@@ -12,19 +12,19 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from autotp.placement import Joint, Shard
+from autotp.propagate.alike import plain
 from autotp.propagate.arguments import expected
 from autotp.propagate.dual import local_call
 from autotp.propagate.mapped import MARK
 from autotp.propagate.ops import SILENT, arguments_of, name_of, named_arguments, op_name, silent
 from autotp.propagate.propagation import Propagation
-from autotp.rewrite.edits.compile import holds, made_from, made_of
-from autotp.rewrite.edits.edit import Call, Edit, Function, Local, Part, Size, Wrapper
+from autotp.rewrite.edits.edit import Edit, Local, Part, Size
 from autotp.rewrite.edits.find import (
     Found,
     Wrong,
@@ -35,7 +35,8 @@ from autotp.rewrite.edits.find import (
     in_check,
     mapped_at,
 )
-from autotp.rewrite.edits.locate import NOTHING, Site, located, method_of, number, outer
+from autotp.rewrite.edits.locate import Site, located, method_of, number
+from autotp.rewrite.edits.places import frames_of, placed, sites_of
 from autotp.rewrite.edits.text import NoSource
 from autotp.slicing import take
 from autotp.trace.recorder import in_place_of
@@ -98,10 +99,10 @@ class Guide:
                 if new is not here:
                     changed[name] = new
                 continue
-            want = expected(op_name(wanted), name, mine, _plain(here))
-            if _plain(want) != _plain(here):
+            want = expected(op_name(wanted), name, mine, plain(here))
+            if plain(want) != plain(here):
                 changed[name] = want
-                self._wrong(wanted, name, _plain(whole), _plain(here), want)
+                self._wrong(wanted, name, plain(whole), plain(here), want)
         return func, *_replaced(func, args, kwargs, changed)
 
     def _sliced(
@@ -152,8 +153,8 @@ class Guide:
         assert shard.deal is not None
         how = Part(shard.dim, whole.meta["val"].shape[shard.dim] // shard.groups, shard.deal)
         try:
-            frames = list(_frames(sys._getframe(2)))
-            found = find_operand(here, list(_sites(frames)), lambda level: self._in_method(frames[level]))
+            frames = list(frames_of(sys._getframe(2)))
+            found = find_operand(here, list(sites_of(frames)), lambda level: self._in_method(frames[level]))
             if found is None:
                 self.missing.append(Missing(node, "no expression is known that gives the whole value"))
             else:
@@ -168,8 +169,8 @@ class Guide:
     def _mapped(self, node: fx.Node, given: Mapping[str, Any]) -> None:
         """Note the edit that maps the op's result where the model makes it."""
         try:
-            frames = list(_frames(sys._getframe(2)))
-            level, site = next(_sites(frames), (0, None))
+            frames = list(frames_of(sys._getframe(2)))
+            level, site = next(sites_of(frames), (0, None))
             found = None if site is None else mapped_at(site, level, self.whole, node, given["self"])
             if found is None:
                 self.missing.append(Missing(node, "no expression is known that gives its result alone"))
@@ -196,8 +197,8 @@ class Guide:
         else:
             return
         try:
-            frames = list(_frames(sys._getframe(2)))
-            sites = list(_sites(frames))
+            frames = list(frames_of(sys._getframe(2)))
+            sites = list(sites_of(frames))
         except NoSource as error:
             self.missing.append(Missing(node, str(error)))
             return
@@ -220,8 +221,8 @@ class Guide:
     def _own(self, node: fx.Node, name: str, here: float, want: float) -> None:
         """A number that the op needs as the whole model has it, read off a rank's own part."""
         try:
-            frames = list(_frames(sys._getframe(3)))
-            found = find_whole(here, want, list(_sites(frames)), self._tables, self.rank)
+            frames = list(frames_of(sys._getframe(3)))
+            found = find_whole(here, want, list(sites_of(frames)), self._tables, self.rank)
         except NoSource as error:
             self.missing.append(Missing(node, str(error)))
             return
@@ -327,10 +328,6 @@ def tables(whole: Propagation) -> list[Size]:
     return [Size(n, parts) for n, parts in sizes] + [Size(n, parts, times=True) for n, parts in ratios]
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 def _tensor_like(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_tensor_like(v) for v in value)
@@ -346,97 +343,3 @@ def _replaced(
     new = [changed.get(names[k], a) for k, a in enumerate(args)]
     given = set(names[: len(args)])
     return tuple(new), {**kwargs, **{n: v for n, v in changed.items() if n not in given}}
-
-
-# -- frames
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the forward that is recorded, the innermost first."""
-    while frame is not None:
-        if frame.f_code.co_name == "record" and frame.f_globals.get("__name__") == "autotp.trace.recorder":
-            return
-        yield frame
-        frame = frame.f_back
-
-
-def _sites(frames: Sequence[FrameType]) -> Iterator[tuple[int, Site]]:
-    """The located expressions of the model's own frames. Helpers that compute for the line that calls them
-    (einops) are passed over."""
-    for level, frame in enumerate(frames):
-        if not is_editable(frame.f_code):
-            continue
-        site = located(frame)
-        if site is not None:
-            yield level, site
-
-
-def placed(
-    frames: Sequence[FrameType], level: int, paths: Mapping[int, str], span: tuple[int, int], wrapper: Wrapper
-) -> Edit:
-    """The edit at `span` of the function of frames[level], with the calls that lead to it from a method of a
-    module of the model.
-
-    Raises NoSource when a call on the way cannot be named.
-    """
-    own = [*frames]
-    level = outer(own, level)
-    chain: list[tuple[FrameType, FunctionType]] = []
-    callees: list[object] = []
-    spans: list[tuple[int, int]] = []
-    while True:
-        frame = own[level]
-        code = _original(frame.f_code)
-        method = method_of(frame)
-        if method is not None and method[1] and id(method[0]) in paths:
-            chain.append((frame, made_from(method[2])))
-            functions = [_function(f) for _, f in reversed(chain)]
-            calls = tuple(
-                Call(function, *at, callee)
-                for function, at, callee in zip(
-                    functions[:-1], reversed(spans), reversed(callees), strict=True
-                )
-            )
-            return Edit(paths[id(method[0])], method[1], calls, functions[-1], *span, wrapper)
-        above = next((k for k in range(level + 1, len(own)) if is_editable(own[k].f_code)), None)
-        if above is None:
-            raise NoSource(f"{code.co_qualname} is called by no method of a module")
-        site = located(own[above], ast.Call)
-        named = _callee(site, code, method) if site is not None else None
-        if site is None or named is None:
-            raise NoSource(
-                f"{own[above].f_code.co_filename}:{own[above].f_lineno}: the call of {code.co_qualname} "
-                "cannot be told from its text"
-            )
-        expression, callee, function = named
-        chain.append((frame, function))
-        callees.append(callee)
-        spans.append(site.source.span(expression))
-        level = outer(own, above)
-
-
-def _callee(
-    site: Site, code: CodeType, method: tuple[Any, str, FunctionType, Any] | None
-) -> tuple[ast.expr, object, FunctionType] | None:
-    """(the expression that gives the function, what it gives, the function with `code` in it)"""
-    assert isinstance(site.node, ast.Call)
-    for expression in (site.node.func, *site.node.args, *(k.value for k in site.node.keywords)):
-        value = site.plain(expression)
-        value = getattr(value, "__func__", value)
-        function = holds(value, code) if value is not NOTHING else None
-        if function is not None:
-            return expression, value, function
-    if method is not None:  # `super().forward(x)`, a method of an object that an expression makes
-        value = getattr(method[3], "__func__", method[3])
-        return site.node.func, value, made_from(method[2])
-    return None
-
-
-def _original(code: CodeType) -> CodeType:
-    made = made_of(code)
-    return made.original.__code__ if made is not None else code
-
-
-def _function(function: FunctionType) -> Function:
-    code = function.__code__
-    return Function(code.co_filename, code.co_firstlineno, code.co_qualname, function)

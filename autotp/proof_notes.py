@@ -1,0 +1,113 @@
+"""What a proof says beside the findings on a graph: modes that cannot be traced, layers that no trace ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from autotp.diagnostic import Diagnostic
+from autotp.match import Matches
+from autotp.placement import INVARIANT, describe, is_whole
+from autotp.propagate.diagnose import rule_line
+from autotp.propagate.propagation import Propagation
+from autotp.trace.graph import TraceError
+from autotp.trace.inputs import Samples
+from autotp.trace.modes import Captured
+
+__all__ = ["copied_at_times", "not_run", "notes", "unreached_layers", "untraceable"]
+
+
+def copied_at_times(path: str) -> Diagnostic:
+    """A column layer whose input is a copy in one mode, and not in another."""
+    return Diagnostic(
+        "AT305",
+        "in one mode its input has a part of its gradient on each rank, and in another the whole",
+        module=path,
+        help=("leave it whole",),
+    )
+
+
+def not_run(found: Captured) -> Iterator[Diagnostic]:
+    """The run-time path is what users run; where it cannot be traced, that is said."""
+    for mode, error in found.dropped:
+        proven = "run time" in found.covered or any(d.name == "run time" for d, _ in found.traces)
+        if mode.name == "run time" and not proven:
+            yield Diagnostic(
+                "AT320",
+                f"the forward cannot be traced as it runs outside of a trace: {error}",
+                severity="warning",
+                module=error.module or None,
+                source=error.source,
+                notes=("what the model does only when nothing traces it is not proven",),
+            )
+            return
+
+
+def notes(whole: Propagation) -> Iterator[Diagnostic]:
+    """What a user should know of a proof that holds."""
+    for stored in whole.trace.stored:
+        layouts = whole.layouts.get(stored.node, [INVARIANT])
+        if not is_whole(layouts[0]):
+            yield Diagnostic(
+                "AT324",
+                f"the forward leaves {stored.name} on the model, of which each rank holds its own part",
+                severity="warning",
+                source=stored.node.meta.get("source"),
+                notes=(f"{describe(layouts[0])}",),
+            )
+    if whole.trace.opaque:
+        yield Diagnostic(
+            "AT325",
+            f"not looked into, since their forward asks for values: {', '.join(whole.trace.opaque)}",
+            severity="note",
+            notes=("nothing sharded goes in or comes out; what they compute is the unsharded model's",),
+        )
+
+
+def unreached_layers(matches: Matches, reached: set[str], first: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Layers that no trace ran, but those that only name tensors of layers that ran."""
+    modules = [placed for placed in matches.placed.values() if placed.target == "module"]
+    ran = {first.get(n, n) for placed in modules if placed.path in reached for n in placed.layouts}
+    for placed in modules:
+        alone = any(first.get(n, n) not in ran for n in placed.layouts)
+        if alone and placed.path not in reached:
+            yield Diagnostic(
+                "AT322",
+                "no traced forward runs this layer, so nothing is proven about it",
+                module=placed.path,
+                plan=placed.span,
+                notes=() if placed.span else (f"the rule: {rule_line(placed.pattern, placed.rule)}",),
+                help=("pass inputs= with which the forward runs it, or leave it whole",),
+            )
+
+
+def untraceable(error: TraceError, mode: str, samples: Samples, *, warning: bool) -> Diagnostic:
+    """A mode that cannot be traced."""
+    return Diagnostic(
+        "AT320",
+        f"the forward cannot be traced in {mode} mode: {error}",
+        severity="warning" if warning else "error",
+        module=error.module or None,
+        source=error.source,
+        notes=(f"the inputs of the trace were {samples.origin}: {_spoken(samples)}",),
+        help=(
+            (f"the sharded model will refuse to run in {mode} mode",)
+            if warning
+            else (
+                "pass inputs= with which the forward runs",
+                'check="shapes" goes on without a proof, on names and shapes only',
+            )
+        ),
+    )
+
+
+def _spoken(samples: Samples) -> str:
+    def one(value: object) -> str:
+        shape = getattr(value, "shape", None)
+        return (
+            repr(value)
+            if shape is None
+            else f"{list(shape)} {str(getattr(value, 'dtype', '')).removeprefix('torch.')}"
+        )
+
+    named = [one(a) for a in samples.args] + [f"{k}={one(v)}" for k, v in samples.kwargs.items()]
+    return ", ".join(named)
