@@ -270,6 +270,8 @@ class _ReduceInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        if 0 in dy.stride():  # expanded, as of a sum: each of the products that read it would write it out
+            dy = dy.contiguous()
         return copy(dy, ctx.group), None
 
 

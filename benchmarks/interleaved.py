@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,17 @@ __all__ = ["mean_of", "measure", "on_ranks"]
 WARM_UP = 3
 
 
-def measure(calls: dict[str, Sequence[Callable[[], object]]], runs: int) -> dict[str, dict[str, float]]:
+def measure(calls: dict[str, Callable[[], object]], runs: int) -> dict[str, dict[str, float]]:
     """The median seconds of each call, run in turn: of the processor (all threads of a rank), of the wall.
 
-    A barrier stands before every call, and the order of a round is drawn, alike on all ranks. Of the copies
-    that are given for a name each round takes the next one.
+    A barrier stands before every call, and the order of a round is drawn, alike on all ranks.
     """
     found: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": []} for name in calls}
     for run in range(runs + WARM_UP):
         for name in random.Random(run).sample(list(calls), len(calls)):
-            call = calls[name][run % len(calls[name])]
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            call()
+            calls[name]()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             if run >= WARM_UP:
                 found[name]["cpu"].append(cpu)

@@ -2,9 +2,9 @@
 
 MLP 1024 -> 4096 -> 1024 without biases, 256 tokens, float32, one thread a rank. Medians of interleaved
 runs; CPU time of a rank (all threads of its process) over the unsharded MLP's. The floor is half of the
-MLP with no communication at all. Where a model's weights lie in memory moves its time by a percent, so
-each model is built three times, and the three are run in turn. Then cross entropy over a sharded
-vocabulary beside gathering it.
+MLP with no communication at all. Where weights lie in memory moves a model's time by a percent, more than
+the models differ, so all models of half the width compute with the same weights. Then cross entropy over a
+sharded vocabulary beside gathering it.
 
     python -m benchmarks.layers [runs]
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,7 +34,7 @@ from autotp.nn.functional import vocab_parallel_cross_entropy
 from benchmarks.by_hand import Copy, Reduce
 from benchmarks.interleaved import mean_of, measure, on_ranks
 
-WIDTH, HIDDEN, TOKENS, RUNS, COPIES, LIMIT = 1024, 4096, 256, 60, 3, 1.02
+WIDTH, HIDDEN, TOKENS, RUNS, LIMIT = 1024, 4096, 256, 200, 1.02
 VOCABULARY = 32768
 PEERS = ("fairscale", "parallelize_module")
 
@@ -96,12 +97,27 @@ def contenders(tp: int) -> dict[str, nn.Module]:
     }
     with contextlib.suppress(ImportError):
         found["fairscale"] = fairscale(tp)
+    weights = list(found["hand-written"].parameters())
+    for name, model in found.items():
+        if name != "unsharded":
+            compute_with(model, weights)
     return found
 
 
+def compute_with(model: nn.Module, weights: list[nn.Parameter]) -> None:
+    """Let the layers of `model` have these weights, in the memory where they lie."""
+    layers = [module for module in model.modules() if hasattr(module, "weight")]
+    for layer, weight in zip(layers, weights, strict=True):
+        own = layer.weight
+        if isinstance(own, DTensor):
+            there = DTensor.from_local(weight.detach(), own.device_mesh, own.placements)
+            layer.weight = nn.Parameter(there)
+        else:
+            layer.weight = weight
+
+
 def mlp(tp: int, runs: int) -> dict[str, Any]:
-    built = [contenders(tp) for _ in range(COPIES)]
-    models = {name: [models[name] for models in built] for name in built[0]}
+    models = contenders(tp)
     x = torch.randn(TOKENS, WIDTH)
 
     def forward(model: nn.Module) -> None:
@@ -115,7 +131,7 @@ def mlp(tp: int, runs: int) -> dict[str, Any]:
         model.zero_grad()
 
     return {
-        kind: measure({name: [partial(call, one) for one in copies] for name, copies in models.items()}, runs)
+        kind: measure({name: partial(call, model) for name, model in models.items()}, runs)
         for kind, call in (("forward", forward), ("forward + backward", both))
     }
 
@@ -163,7 +179,7 @@ def cross_entropy(tp: int, runs: int) -> dict[str, Any]:
     calls = {"autotp": sharded, "gather + F.cross_entropy": gathered}
     whole = TOKENS * VOCABULARY * 4
     return {
-        "seconds": measure({name: [call] for name, call in calls.items()}, runs),
+        "seconds": measure(calls, runs),
         "peak / whole logits": {name: peak_bytes(call, logits) / whole for name, call in calls.items()},
     }
 

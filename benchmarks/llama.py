@@ -190,7 +190,7 @@ def work(tp: int, runs: int, layers: int) -> dict[str, Any]:
             got = got.full_tensor() if hasattr(got, "full_tensor") else got
             if not torch.allclose(got, wanted, atol=1e-3):
                 raise AssertionError(f"{name}, {kind}: off by {(got - wanted).abs().max():.1e}")
-        found[kind] = measure({name: [call] for name, call in calls.items()}, runs)
+        found[kind] = measure(calls, runs)
     return found
 
 

@@ -2,10 +2,11 @@
 
     backward of copy, then linear:   dX = dY W, dW = dYᵀ X, all-reduce a copy of dX
     here, with overlap:              dX = dY W, start the all-reduce of dX, dW = dYᵀ X, wait
-    here, without:                   dX = dY W, dW = dYᵀ X, all-reduce dX
+    here, without:                   dW = dYᵀ X, dX = dY W, all-reduce dX
 
 As Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication (tensor_parallel/layers.py). Only the
-order differs, and dX is summed where it lies: the numbers are the same to the last bit.
+order differs, and dX, a product that is nobody else's, is summed where it lies: the numbers are the same to
+the last bit.
 """
 
 from __future__ import annotations
@@ -36,20 +37,19 @@ class _CopiedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = (dy @ weight).view(
-            x.shape
-        )  # partial; a product is nobody else's, so the sum may be written into it
-        again = torch.is_grad_enabled()  # to be differentiated again: nothing is hidden from autograd
-        if again:
-            x = mappings.copy(x, ctx.group)
-        wait = sum_into_later(dx, ctx.group) if ctx.overlap and not again else None
-        dweight = dy.t() @ x.reshape(-1, x.shape[-1])
         dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
-        if wait is not None:
-            total = wait()
-        else:  # after both products, which read the same dY
-            total = mappings.reduce(dx, ctx.group) if again else sum_into(dx, ctx.group)
-        return total, dweight, dbias, None, None
+        if torch.is_grad_enabled():  # to be differentiated again: nothing is hidden from autograd
+            whole = mappings.copy(x, ctx.group)
+            total = mappings.reduce((dy @ weight).view(x.shape), ctx.group)
+            return total, dy.t() @ whole.reshape(-1, x.shape[-1]), dbias, None, None
+        rows = x.reshape(-1, x.shape[-1])
+        if ctx.overlap:
+            wait = sum_into_later((dy @ weight).view(x.shape), ctx.group)
+            dweight = dy.t() @ rows
+            return wait(), dweight, dbias, None, None
+        dweight = dy.t() @ rows
+        dx = (dy @ weight).view(x.shape)  # last: it is summed while it is in the cache
+        return sum_into(dx, ctx.group), dweight, dbias, None, None
 
 
 def copied_linear(
