@@ -395,7 +395,7 @@ def test_a_plan_object_and_a_file_do_the_same(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Two blocks of a MiB, whatever the size: the peak of what Python allocates."""
+    """Two blocks of a MiB in each lane, whatever the size: the peak of what Python allocates."""
     import tracemalloc
 
     peaks = []

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
 from autotp.checkpoint.digest import digest_of, new_digest
 from autotp.checkpoint.folder import INDEX, LARGEST_JSON, MANIFEST
+from autotp.checkpoint.lanes import in_lanes
 from autotp.checkpoint.manifest import Digests, Manifest
 from autotp.checkpoint.output import Output
 from autotp.checkpoint.read import CHUNK, Differs, Memory, Part, Source, open_to_read, read_exactly
@@ -24,10 +26,12 @@ from autotp.checkpoint.supply import Supply
 from autotp.checkpoint.write import UNWRITTEN, Buffers, Gathers, create, stream, write_exactly
 from autotp.checkpoint.written import Progress, size_of
 from autotp.diagnostic import CheckpointError
-from autotp.header import Header
+from autotp.header import Entry, Header
 from autotp.slicing import rows
 
 __all__ = ["carry", "part_digest"]
+
+LANES = 2  # tensors of a file that are carried at once
 
 
 def carry(
@@ -46,7 +50,8 @@ def carry(
     from autotp import __version__
 
     total = sum(file.size for file in manifest.files)
-    done, buffers, digests = 0, Buffers(), dict[str, Digests]()
+    done, lanes, digests = 0, [Buffers() for _ in range(LANES)], dict[str, Digests]()
+    buffers, telling = lanes[0], Lock()
     plain = replace(manifest, digests={}, companions={}).dumps()
     _check_manifest_size(target, manifest, plain)
     ranks = [output.rank for output in outputs if output.written]
@@ -68,15 +73,16 @@ def carry(
 
             def tell(count: int, name: str = name) -> None:
                 nonlocal done
-                done += count
-                if progress is not None:
-                    progress(done, total, name)
+                with telling:
+                    done += count
+                    if progress is not None:
+                        progress(done, total, name)
 
             headers = [output.header(file) for output in placed]
             found = _finished(staging.finished.get(name), manifest, file, placed, headers, buffers)
             if found is None:
                 tell(len(file.raw))
-                found = _carry_file(supply, manifest.digest, file, placed, headers, buffers, tell)
+                found = _carry_file(supply, manifest.digest, file, placed, headers, lanes, tell)
                 supply.check(file)
                 supply.check_digests(file, found)
                 if manifest.digest == "none":
@@ -125,11 +131,11 @@ def _carry_file(
     file: Header,
     outputs: Sequence[Output],
     headers: Sequence[Header],
-    buffers: Buffers,
+    lanes: Sequence[Buffers],
     tell: Callable[[int], None],
 ) -> dict[str, Digests]:
     """Carry all tensors of one source file; returns their digests."""
-    found = {}
+    found: dict[str, Digests] = {}
     with ExitStack() as stack:
         source_of = supply.open(file, stack)
         fds = []
@@ -139,7 +145,9 @@ def _carry_file(
                 continue
             fds.append(create(header.path, header.raw, header.size))
             stack.callback(os.close, fds[-1])
-        for name, entry in file.tensors.items():
+
+        def carry_tensor(buffers: Buffers, item: tuple[str, Entry]) -> None:
+            name, entry = item
             sinks = [
                 Part(fd, header.path, header.tensors[name].start, output.rows(entry))
                 for fd, header, output in zip(fds, headers, outputs, strict=True)
@@ -160,7 +168,9 @@ def _carry_file(
             except Differs as unequal:
                 raise supply.differs(file, entry, unequal.rank) from None
             found[name] = Digests(whole.hexdigest(), tuple(part.hexdigest() for part in parts))
-    return found
+
+        in_lanes(carry_tensor, file.tensors.items(), lanes)
+    return {name: found[name] for name in file.tensors}
 
 
 def _finished(

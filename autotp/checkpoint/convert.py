@@ -67,7 +67,7 @@ def convert(
     - `progress`: called with (bytes done, bytes in all, file name)
     - `dry_run`: everything but the writing
 
-    Memory: two blocks of 1 MiB, whatever the model and tp. dtypes are kept. Raises CheckpointError (the
+    Memory: some blocks of 1 MiB, whatever the model and tp. dtypes are kept. Raises CheckpointError (the
     source or the target), PlanError (the plan, with every finding), UsageError (a wrong option).
 
         autotp.convert("all-MiniLM-L6-v2", "out", tp=2)      # out/rank-0-of-2/model.safetensors, …

@@ -155,7 +155,7 @@ def _differing(ranks: Ranks, mine: Header, supply: Supply, file: Header) -> Iter
     from autotp.checkpoint.read import Differs, spans
     from autotp.checkpoint.write import Buffers
 
-    kind, buffers = ranks.manifest.digest, Buffers()
+    kind, buffers, again = ranks.manifest.digest, Buffers(), Buffers()
     with ExitStack() as stack:
         sources, gathered_of = supply.open(file, stack), ranks.open(mine, stack)
         for entry in file.tensors.values():
@@ -165,7 +165,7 @@ def _differing(ranks: Ranks, mine: Header, supply: Supply, file: Header) -> Iter
                 for start, stop in spans(
                     entry.nbytes, [whole.length, *([gathered.length] if gathered else [])]
                 ):
-                    block, other = buffers.block[: stop - start], buffers.next[: stop - start]
+                    block, other = buffers.block[: stop - start], again.block[: stop - start]
                     whole.gather(block, start, buffers.scratch)
                     digest.update(block)
                     if gathered is not None:

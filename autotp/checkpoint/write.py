@@ -8,11 +8,8 @@ stream  source ──block──► sinks       one whole file -> the shards of 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Protocol
 
 import numpy as np
@@ -29,14 +26,11 @@ LARGEST_WRITE = 512 << 10  # bytes of a call: with more, Linux may look long for
 
 
 class Buffers:
-    """The memory that a whole conversion uses: a block that is read and one that is written, and room to
-    rearrange each."""
+    """The memory that one lane of a conversion uses: a block, and room to rearrange it."""
 
     def __init__(self) -> None:
         self.block = np.empty(CHUNK, np.uint8)
-        self.next = np.empty(CHUNK, np.uint8)
         self.scratch = np.empty(CHUNK, np.uint8)
-        self.arranged = np.empty(CHUNK, np.uint8)
 
 
 class Gathers(Protocol):
@@ -58,64 +52,18 @@ def stream(
     parts: Sequence[Digest] = (),
     progress: Callable[[int], None],
 ) -> None:
-    """Carry one tensor of `nbytes` from its source to its sinks, block by block, reading one block ahead.
+    """Carry one tensor of `nbytes` from its source to its sinks, block by block.
 
     `whole` takes in the tensor's bytes, `parts` (when given) the bytes of each sink. `progress` is told
     how many bytes have been carried. Raises CheckpointError, and Differs for unequal copies.
     """
     cuts = spans(nbytes, [source.length, *(sink.rows.length for sink in sinks)])
-    read = _read if nbytes <= CHUNK else _read_ahead  # a thread is not worth its start for one block
-    with closing(read(source, cuts, whole, buffers)) as blocks:
-        for start, block in blocks:
-            scatter(block, start, sinks, parts, buffers.scratch)
-            progress(len(block))
-
-
-def _read(
-    source: Gathers, cuts: Iterator[tuple[int, int]], whole: Digest, buffers: Buffers
-) -> Generator[tuple[int, Block]]:
-    """Each block of a tensor, with where it starts."""
     for start, stop in cuts:
         block = buffers.block[: stop - start]
-        source.gather(block, start, buffers.arranged)
+        source.gather(block, start, buffers.scratch)
         whole.update(block)
-        yield start, block
-
-
-def _read_ahead(
-    source: Gathers, cuts: Iterator[tuple[int, int]], whole: Digest, buffers: Buffers
-) -> Generator[tuple[int, Block]]:
-    """The same, by a thread that reads and digests the next block while the last one is written."""
-    rooms: SimpleQueue[Block | None] = SimpleQueue()
-    filled: SimpleQueue[tuple[int, Block, Block] | BaseException | None] = SimpleQueue()
-
-    def fill() -> None:
-        try:
-            for start, stop in cuts:
-                room = rooms.get()
-                if room is None:
-                    return
-                source.gather(room[: stop - start], start, buffers.arranged)
-                whole.update(room[: stop - start])
-                filled.put((start, room[: stop - start], room))
-            filled.put(None)
-        except BaseException as error:
-            filled.put(error)
-
-    for room in (buffers.block, buffers.next):
-        rooms.put(room)
-    thread = Thread(target=fill, name="autotp reads ahead", daemon=True)
-    thread.start()
-    try:
-        while (got := filled.get()) is not None:
-            if isinstance(got, BaseException):
-                raise got
-            start, block, room = got
-            yield start, block
-            rooms.put(room)
-    finally:
-        rooms.put(None)
-        thread.join()
+        scatter(block, start, sinks, parts, buffers.scratch)
+        progress(len(block))
 
 
 def scatter(
