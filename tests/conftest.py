@@ -12,6 +12,7 @@ import torch
 
 from autotp.comm import group_of, simulate
 from tests import ranks as workers
+from tests.command_line import here, mlp, models  # noqa: F401  (fixtures)
 
 torch.set_num_threads(1)  # as the workers: a matmul's last bits depend on the number of threads
 

@@ -12,7 +12,7 @@ from autotp.nn import RowParallelLinear
 from autotp.report.verified import verification_json, verification_text
 from autotp.verification import Verification
 from tests.checkpoints import llama, write_checkpoint
-from tests.test_cli import FACTORIES, here, models, plan_file, run  # noqa: F401  (fixtures)
+from tests.command_line import plan_file, run
 
 GQA = {"hidden": 24, "inter": 36, "layers": 2, "heads": 6, "kv": 3, "vocab": 33}
 FAILING = """
@@ -37,7 +37,7 @@ def in_range():
 
 
 @pytest.fixture
-def checkpoint(here):  # noqa: F811
+def checkpoint(here):
     tensors, config = llama(**GQA)
     write_checkpoint(here / "llama", tensors, config=config)
     return "llama"
@@ -46,7 +46,7 @@ def checkpoint(here):  # noqa: F811
 # The numbers
 
 
-def test_a_factory(models):  # noqa: F811
+def test_a_factory(models):
     code, out, err = run("verify", f"{models}:MLP", "--plan", "mlp.yaml", "--tp", 3)
     first, collectives, last = out.splitlines()
     assert (code, err) == (0, "")
@@ -56,7 +56,7 @@ def test_a_factory(models):  # noqa: F811
     assert last.endswith("tolerance 1e-09; merged state_dict equal; modes eval, train")
 
 
-def test_json(models):  # noqa: F811
+def test_json(models):
     command = ("verify", f"{models}:with_inputs", "--plan", "mlp.yaml", "--tp", 2)
     code, out, _ = run(*command, "--format", "json", "--weights", "own", "--dtype", "float32")
     found = json.loads(out)
@@ -66,7 +66,7 @@ def test_json(models):  # noqa: F811
     assert found["collectives"] == [{"forward": {"all-reduce": 1}, "backward": {"all-reduce": 1}}] * 2
 
 
-def test_wrong_numbers_exit_1(models, monkeypatch):  # noqa: F811
+def test_wrong_numbers_exit_1(models, monkeypatch):
     monkeypatch.setattr(
         RowParallelLinear,
         "forward",
@@ -79,7 +79,7 @@ def test_wrong_numbers_exit_1(models, monkeypatch):  # noqa: F811
     assert (code, json.loads(out)["ok"]) == (1, False)
 
 
-def test_a_refused_plan_exits_1_with_its_findings(models):  # noqa: F811
+def test_a_refused_plan_exits_1_with_its_findings(models):
     plan_file("wrong.yaml", "rules:\n  fc1: column\n")
     code, out, err = run("verify", f"{models}:MLP", "--plan", "wrong.yaml", "--tp", 2)
     assert (code, err) == (1, "")
@@ -88,7 +88,7 @@ def test_a_refused_plan_exits_1_with_its_findings(models):  # noqa: F811
     assert (code, json.loads(out)["diagnostics"][0]["code"]) == (1, "AT301")
 
 
-def test_what_the_forward_prints_is_no_data(here):  # noqa: F811
+def test_what_the_forward_prints_is_no_data(here):
     Path("failing_model.py").write_text(FAILING)
     plan_file("mlp.yaml", "rules: {fc1: column, fc2: row}")
     code, out, err = run(
@@ -98,7 +98,7 @@ def test_what_the_forward_prints_is_no_data(here):  # noqa: F811
     assert set(err.split()) == {"running"}
 
 
-def test_a_forward_that_fails_on_real_numbers_is_one_error(here):  # noqa: F811
+def test_a_forward_that_fails_on_real_numbers_is_one_error(here):
     Path("failing_model.py").write_text(FAILING)
     plan_file("mlp.yaml", "rules: {fc1: column, fc2: row}")
     code, out, err = run("verify", "failing_model:out_of_range", "--plan", "mlp.yaml", "--tp", 2)
@@ -213,7 +213,7 @@ def test_damage_exits_1_and_names_the_file(converted, checkpoint):
     assert found["ok"] is False and str(file) in found["findings"][0]
 
 
-def test_another_source_is_found(converted, here):  # noqa: F811
+def test_another_source_is_found(converted, here):
     tensors, config = llama(**GQA, seed=1)
     write_checkpoint(here / "other", tensors, config=config)
     code, out, _ = run("verify", converted, "--source", "other")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from autotp.codes import CODES, meaning
+from tests.command_line import run
 from tests.error_examples import EXAMPLES
-from tests.test_cli import run
 
 ROOT = Path(__file__).parent.parent
 DOC = ROOT / "docs" / "errors.md"

@@ -12,8 +12,7 @@ from autotp.decide import decide_with_proof
 from autotp.explanation import Explanation, Mapped
 from autotp.propagate.along import along
 from tests import models
-from tests.test_cli import here, plan_file, run  # noqa: F401  (a fixture)
-from tests.test_cli import models as factories  # noqa: F401  (a fixture)
+from tests.command_line import plan_file, run
 from tests.test_regions import PLAN as RAW
 from tests.test_regions import Net
 
@@ -298,15 +297,15 @@ def test_a_large_module_fits_a_screen(module):
 # The command
 
 
-def test_the_command(factories):  # noqa: F811
-    code, out, err = run("explain", f"{factories}:mlp", "fc2", "--plan", "mlp.yaml", "--tp", 2)
+def test_the_command(models):
+    code, out, err = run("explain", f"{models}:mlp", "fc2", "--plan", "mlp.yaml", "--tp", 2)
     assert (code, err) == (0, "building\n")
     assert out.startswith("fc2 (Linear): plan mlp.yaml, tp 2, in eval mode\n")
     assert "reduce after" in out and out.endswith("\nok: layouts are proven\n")
 
 
-def test_the_command_as_json(factories):  # noqa: F811
-    command = ("explain", f"{factories}:MLP", "fc1", "--plan", "mlp.yaml", "--tp", 2, "--format", "json")
+def test_the_command_as_json(models):
+    command = ("explain", f"{models}:MLP", "fc1", "--plan", "mlp.yaml", "--tp", 2, "--format", "json")
     code, out, err = run(*command)
     found = json.loads(out)
     assert (code, err, found["ok"], found["module"], found["kind"]) == (0, "", True, "fc1", "Linear")
@@ -315,23 +314,23 @@ def test_the_command_as_json(factories):  # noqa: F811
     assert op["source"]["file"].endswith("models_of_test.py")
 
 
-def test_the_command_on_a_refused_plan(factories):  # noqa: F811
+def test_the_command_on_a_refused_plan(models):
     plan_file("wrong.yaml", "rules: {fc1: column}")
-    command = ("explain", f"{factories}:MLP", "", "--plan", "wrong.yaml", "--tp", 2)
+    command = ("explain", f"{models}:MLP", "", "--plan", "wrong.yaml", "--tp", 2)
     code, out, _ = run(*command)
     assert code == 1 and "refused: AT301" in out and "error[AT301]: fc2: " in out
     code, out, _ = run(*command, "--format", "json")
     assert (code, json.loads(out)["ok"]) == (1, False)
 
 
-def test_the_command_on_a_plan_with_faults(factories):  # noqa: F811
+def test_the_command_on_a_plan_with_faults(models):
     plan_file("bad.yaml", "rules: {fc1: colum}")
-    code, out, _ = run("explain", f"{factories}:MLP", "fc1", "--plan", "bad.yaml", "--tp", 2)
+    code, out, _ = run("explain", f"{models}:MLP", "fc1", "--plan", "bad.yaml", "--tp", 2)
     assert code == 1 and out.startswith("error[AT109]: ")
 
 
-def test_the_command_on_an_unknown_module(factories):  # noqa: F811
-    assert run("explain", f"{factories}:MLP", "fc3", "--plan", "mlp.yaml", "--tp", 2) == (
+def test_the_command_on_an_unknown_module(models):
+    assert run("explain", f"{models}:MLP", "fc3", "--plan", "mlp.yaml", "--tp", 2) == (
         2,
         "",
         "error: there is no module fc3 in MLP\n  = help: did you mean fc2 or fc1?\n",
@@ -339,7 +338,7 @@ def test_the_command_on_an_unknown_module(factories):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_the_command_on_a_config(here):  # noqa: F811
+def test_the_command_on_a_config(here):
     from tests.sparse import llama_config
 
     sizes = {"hidden": 96, "inter": 130, "layers": 9, "heads": 12, "kv": 6, "vocab": 101}
