@@ -23,10 +23,8 @@ from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, is_whole
 from autotp.proof_notes import copied_at_times, not_run, notes, unreached_layers, untraceable
-from autotp.propagate import dual
-from autotp.propagate.as_rank import distinct_ranks, trace_rank
 from autotp.propagate.borders import borders
-from autotp.propagate.compared import comparisons
+from autotp.propagate.compared import asked_of_cuts, comparisons
 from autotp.propagate.diagnose import diagnose
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
@@ -37,17 +35,16 @@ from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
-from autotp.propagate.repeated import Unlike, marks, same_repeats, spread
+from autotp.propagate.repeated import Unlike, marks, spread
 from autotp.rewrite.edits.edit import Edits
-from autotp.rewrite.edits.slow import slow
-from autotp.rewrite.edits.solve import solve
+from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
 from autotp.trace.graph import Trace, TraceError, tensors_in
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Captured, Mode, capture_modes
-from autotp.trace.recorder import Guide
 from autotp.trace.untouched import untouched
+from autotp.trace.witnesses import sizes_said, witnesses
 
 __all__ = ["Proof", "prove"]
 
@@ -183,13 +180,14 @@ class _Prover:
             propagated = self._merged(traces, modes, propagated) or propagated
         ran = [(mode, propagated[mode.name]) for mode in modes]
         if not proof.unreduced and not any(whole.findings for _, whole in ran):
-            self._ranks([(mode, whole) for mode, whole in ran if whole.cuts])
+            self.proof.edits = self._runs().solve([(mode, whole) for mode, whole in ran if whole.cuts])
         proof.propagations, proof.covered = propagated, found.covered
         for mode, whole in ran:
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return
             self._keep(mode.name, whole, training=mode.training)
+        proof.diagnostics += self._at_other_sizes([whole for _, whole in ran])
         self._guard([trace for _, trace in found.traces])
         if both := sorted(proof.copied & proof.uncopied):
             proof.diagnostics.append(copied_at_times(both[0]))
@@ -269,14 +267,11 @@ class _Prover:
             return None
         if self.repeats:
             raise Unlike  # the edits of every layer are looked for
-        places = {
-            mode: [n for n, paths in sums(whole).items() if paths <= rows] for mode, whole in before.items()
-        }
         settled = self._settled()
-        found = self._propagated(traces, rows, places)
+        found = self._propagated(traces, rows, _meeting(before, rows))
         ran = [(mode, found[mode.name]) for mode in modes if mode.name in found]
         if len(ran) == len(modes) and not any(whole.findings for _, whole in ran):
-            self._ranks([(mode, whole) for mode, whole in ran if whole.cuts])
+            self.proof.edits = self._runs().solve([(mode, whole) for mode, whole in ran if whole.cuts])
             if not any(whole.findings for _, whole in ran):
                 self.proof.unreduced = rows
                 return found
@@ -313,36 +308,43 @@ class _Prover:
         proof.diagnostics += [d for d in notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
-    def _ranks(self, modes: list[tuple[Mode, Propagation]]) -> None:
-        """Prove each rank's own run in these modes, with the edits it takes; a finding goes to its mode."""
-        if not modes:
-            return
-        placed = {p.path: p for p in self.matches.placed.values() if p.target == "module"}
+    def _runs(self) -> RankRuns:
+        return RankRuns(
+            self.module, self.matches, self.shapes, self.first, self.layers if self.repeats else None
+        )
 
-        def run(mode: Mode, whole: Propagation, rank: int, guide: Guide | None) -> Trace:
-            return trace_rank(
-                self.module, mode, whole,
-                shapes=self.shapes, placed=placed, aliases=self.first, rank=rank, guide=guide,
-                layers=self.layers if self.repeats else None,
-            )  # fmt: skip
+    def _at_other_sizes(self, ran: list[Propagation]) -> list[Diagnostic]:
+        """What is found with inputs of the sizes that the model's code asks anything of."""
+        asked = {pair for whole in ran for pair in asked_of_cuts(whole)}
+        layers = self.layers if self.repeats else None
+        for samples in witnesses(self.module, self.samples, asked) if asked else ():
+            failed = self._failing(capture_modes(self.module, samples, layers).traces)
+            if failed is not None and self.repeats:
+                raise Unlike
+            if failed is not None:
+                note = f"for inputs of other sizes: {sizes_said(samples)}"
+                return [replace(d, notes=(*d.notes, note)) for d in diagnose(failed)]
+        return []
 
-        ranks = distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp)
-        if self.repeats:
-            if any(slow(self.module, modes[0][1].cuts)):
-                raise Unlike  # an edit of every layer
-            for mode, whole in modes:
-                for rank in ranks:
-                    _alike(whole, run(mode, whole, rank, None), rank)
-            return
-        self.proof.edits, failed, finding = solve(self.module, modes, ranks, run)
-        if finding is not None:
-            next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
+    def _failing(self, captured: list[tuple[Mode, Trace]]) -> Propagation | None:
+        """The first of further traces that is not proven with the decisions that stand."""
+        traces, settled = {mode.name: trace for mode, trace in captured}, self._settled()
+        wholes = self._propagated(traces)
+        if (rows := self.proof.unreduced) and not any(whole.findings for whole in wholes.values()):
+            wholes = self._propagated(traces, rows, _meeting(wholes, rows))
+        ran = [(mode, wholes[mode.name]) for mode, _ in captured if mode.name in wholes]
+        if not any(whole.findings for _, whole in ran):
+            if self._settled() != settled:
+                message = "other tensors would have to be cut or mapped for other sizes of the inputs"
+                ran[0][1].findings.append(finding_in(ran[0][1], "", "AT307", message))
+            else:
+                self._runs().check([(mode, whole) for mode, whole in ran if whole.cuts], self.proof.edits)
+        return next((whole for _, whole in ran if whole.findings), None)
 
 
-def _alike(whole: Propagation, local: Trace, rank: int) -> None:
-    """Raise Unlike unless a rank runs its part, with the same layers left out: findings name every layer."""
-    if not same_repeats(whole.trace, local) or dual.compare(whole, local, rank) is not None:
-        raise Unlike
+def _meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[str, list[fx.Node]]:
+    """The sums in which these row layers meet, of each mode."""
+    return {mode: [n for n, paths in sums(whole).items() if paths <= rows] for mode, whole in wholes.items()}
 
 
 def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:

@@ -8,7 +8,8 @@ from torch import nn
 
 import autotp
 from autotp.diagnostic import errors
-from autotp.trace.noted import argument, noting, plain
+from autotp.trace.noted import argument, plain
+from autotp.trace.noting import noting
 from tests import edited
 
 PLAN = {"fc1": "column", "fc2": "row"}

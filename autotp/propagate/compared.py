@@ -4,6 +4,11 @@ A comparison of sizes that are cut with numbers of the model comes out the same 
 trace has shown it. One that has both a size that is cut and a size of the input in it may come out in any
 way: `if x.shape[1] < h.shape[-1]` differs on a rank for a sequence between its part and the whole. So does
 `h[..., : x.shape[1]]` (a slice compares its bounds with the size) and a split into parts of that size.
+
+A size that is cut may be compared as a plain number, too (`int(h.shape[-1])`): then a rank's trace compares
+the size of the input with another number. And what is compared with a size that is cut may be a size of the
+input by another name (`len(x)`): where the code asks anything of sizes that are cut, the proof is made again
+with inputs of those sizes (`propagate/witnesses.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +23,10 @@ from autotp.propagate.call import Conflict
 from autotp.propagate.findings import origins_of
 from autotp.propagate.ops import arguments_of, op_name
 from autotp.propagate.propagation import Finding, Propagation
-from autotp.trace.graph import Val
+from autotp.trace.graph import Trace, Val
 from autotp.trace.noted import Dim
 
-__all__ = ["comparisons", "decides"]
+__all__ = ["asked_of_cuts", "compared_otherwise", "comparisons", "decides"]
 
 
 def comparisons(whole: Propagation) -> list[Finding]:
@@ -39,6 +44,47 @@ def decides(whole: Propagation, argument: Dim) -> bool:
     )
 
 
+def compared_otherwise(whole: Propagation, local: Trace, rank: int) -> Finding | None:
+    """A size of the input that a rank compares with another number than the unsharded model."""
+    theirs = {(one.place, one.values) for one in local.compared}
+    known = _Comparisons(whole)
+    for one in whole.trace.compared:
+        if one.bound or one.escaped or (one.place, one.values) in theirs or any(map(known.is_cut, one.dims)):
+            continue
+        free = next((dim for dim in sorted(one.dims) if known.is_free(dim)), None)
+        if free is not None:
+            node = known.nodes[free[0]]
+            there = sorted({o.values for o in local.compared if o.place == one.place and not o.escaped})
+            message = (
+                f"a size of the input ({known.size(free)} in the trace) is compared: {_said(one.values)} "
+                f"unsharded, {' and '.join(map(_said, there)) or 'nothing'} on rank {rank}: for some inputs "
+                "it comes out another way on a rank"
+            )
+            return Finding(node, Conflict("AT328", message, help=_HELP), origins_of(whole, node), one.source)
+    return None
+
+
+def _said(values: tuple[int | float | str, ...]) -> str:
+    return " with ".join(map(str, values))
+
+
+def asked_of_cuts(whole: Propagation) -> set[tuple[int, int]]:
+    """The sizes that are cut of which the model's code asks anything, but whether they equal other sizes;
+    each with that of a rank's part. Of an exported trace nobody knows what is asked: all of them."""
+    known = _Comparisons(whole)
+    if whole.trace.route == "export":
+        ops = (n for n in whole.layouts if n.op == "call_function")
+        dims = {(_owner(n), d) for n in ops for d in range(len(_shape(n)))}
+    else:
+        asked = (one for one in whole.trace.compared if not one.sizes)
+        dims = {dim for one in asked for dim in one.dims}
+    cut = filter(known.is_cut, dims)
+    return {(known.size(dim), part) for dim in cut for part in known.parts(dim) if part != known.size(dim)}
+
+
+_HELP = ("compare with the whole number: keep it in an attribute of the module",)
+
+
 class _Comparisons:
     def __init__(self, whole: Propagation) -> None:
         self.whole = whole
@@ -49,47 +95,52 @@ class _Comparisons:
     def found(self) -> Iterator[Finding]:
         for one in self.whole.trace.compared:
             cut = next((dim for dim in sorted(one.dims) if self.is_cut(dim)), None)
-            free = next((dim for dim in sorted(one.dims) if self._is_free(dim)), None)
-            if cut is None or free is None or (one.equal and self._is_merged(cut)):
+            free = next((dim for dim in sorted(one.dims) if self.is_free(dim)), None)
+            if cut is None or free is None or one.escaped or (one.equal and self._is_merged(cut)):
                 continue
             node = self.nodes[cut[0]]
             conflict = Conflict(
                 "AT328",
-                f"a size of which each rank has a part ({self._size(cut)} unsharded) is compared with a size "
-                f"of the input ({self._size(free)} in the trace): for some inputs it comes out another way "
+                f"a size of which each rank has a part ({self.size(cut)} unsharded) is compared with a size "
+                f"of the input ({self.size(free)} in the trace): for some inputs it comes out another way "
                 "on a rank",
-                help=("compare with the whole number: keep it in an attribute of the module",),
+                help=_HELP,
             )
             yield Finding(node, conflict, origins_of(self.whole, node), one.source)
         for node in self.whole.trace.ops():
-            length = arguments_of(node).get("split_size") if op_name(node) == "split" else None
-            if not isinstance(length, int):
-                continue
-            source = node.all_input_nodes[0]
-            cut = (_owner(source), (arguments_of(node).get("dim") or 0) % len(_shape(source)))
-            if length > self._size(cut) and self.is_cut(cut) and self._counts_input(length):
-                message = (
-                    f"split into parts of {length}, a size of the input, of a dim of {self._size(cut)} that "
-                    "is cut: for some inputs a rank has one part where the whole value has more"
-                )
+            message = self._parts_of_input(node)
+            if message:
                 yield Finding(node, Conflict("AT328", message), origins_of(self.whole, node))
+
+    def _parts_of_input(self, node: fx.Node) -> str:
+        length = arguments_of(node).get("split_size") if op_name(node) == "split" else None
+        if not isinstance(length, int):
+            return ""
+        source = node.all_input_nodes[0]
+        cut = (_owner(source), (arguments_of(node).get("dim") or 0) % len(_shape(source)))
+        if length <= self.size(cut) or not self.is_cut(cut) or not self._counts_input(length):
+            return ""
+        return (
+            f"split into parts of {length}, a size of the input, of a dim of {self.size(cut)} that "
+            "is cut: for some inputs a rank has one part where the whole value has more"
+        )
 
     def _counts_input(self, number: int) -> bool:
         return any(number % size == 0 for size in self.sizes)
 
-    def _size(self, dim: Dim) -> int:
+    def size(self, dim: Dim) -> int:
+        """The size of a dim unsharded."""
         return _shape(self.nodes[dim[0]])[dim[1]]
 
     def is_cut(self, dim: Dim) -> bool:
         """Whether each rank has a part of a dim."""
-        node = self.nodes.get(dim[0])
-        if node is None:
-            return False
+        return dim[0] in self.nodes and any(n != self.size(dim) for n in self.parts(dim))
+
+    def parts(self, dim: Dim) -> set[int]:
+        """The sizes of a dim on the ranks."""
+        node = self.nodes[dim[0]]
         layout = self.whole.layouts.get(node, [INVARIANT])[0]
-        shape = _shape(node)
-        return any(
-            local_shape(shape, layout, r)[dim[1]] != shape[dim[1]] for r in range(self.whole.matches.tp)
-        )
+        return {local_shape(_shape(node), layout, r)[dim[1]] for r in range(self.whole.matches.tp)}
 
     def _is_merged(self, dim: Dim) -> bool:
         """Whether it is a batch and something cut in one dim: what equals it has the batch in it, too, and
@@ -98,12 +149,12 @@ class _Comparisons:
         groups = layout.groups if isinstance(layout, Shard) and layout.dim == dim[1] else 1
         return groups > 1 and self._counts_input(groups)
 
-    def _is_free(self, dim: Dim) -> bool:
+    def is_free(self, dim: Dim) -> bool:
         """Whether it is a multiple of a size of the inputs, and none of a parameter's."""
         node = self.nodes.get(dim[0])
         if node is None or node.op == "get_attr" or self.is_cut(dim):
             return False
-        return self._size(dim) > 0 and self._counts_input(self._size(dim))
+        return self.size(dim) > 0 and self._counts_input(self.size(dim))
 
 
 def _owner(node: fx.Node) -> str:

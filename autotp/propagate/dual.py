@@ -18,6 +18,7 @@ from autotp.placement import describe
 from autotp.propagate.alike import NOTHING, equal, has_node, plain, said, shapes_said, shown
 from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
+from autotp.propagate.compared import compared_otherwise
 from autotp.propagate.findings import finding_in, origins_of
 from autotp.propagate.mapped import MARK, stripped
 from autotp.propagate.ops import arguments_of, op_name, silent, spoken
@@ -109,7 +110,7 @@ class _Comparison:
                 f"a rank's smaller sizes take another branch",
                 source=node,
             )
-        return self._ends(local) or self._numbers(local)
+        return self._ends(local) or self._numbers(local) or compared_otherwise(self.whole, local, self.rank)
 
     def _ends(self, local: Trace) -> Finding | None:
         """What leaves the forward behind a mapping."""

@@ -6,26 +6,22 @@ takes another branch on a rank than in the unsharded model, and raises nothing. 
 would find all of these, so what is compared is noted instead.
 
 While the model's code runs, sizes are `int`s that know the dims they come from; what is computed of them
-knows it, too. Code of torch, of Python and of helpers is given plain numbers. What leaves Python's numbers
-(`math.sqrt`) is forgotten.
+knows it, too. Code of torch, of Python and of helpers is given plain numbers. Python's own functions give
+plain numbers back (`int(n)`, `len(t)`, `range(n)`): that a size went into one is noted, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from autotp.diagnostic import Span
-from autotp.trace.hooks import aside
 from autotp.trace.source import caller_span, is_library
 
-__all__ = ["Compared", "Dim", "Notes", "argument", "noting", "plain"]
+__all__ = ["Compared", "Dim", "Notes", "argument", "noted", "noted_dims", "plain"]
 
 Dim = tuple[str, int]
 """The name of a node, and one of its dims; or what `argument` gives."""
@@ -40,13 +36,23 @@ def argument(name: str) -> Dim:
 
 @dataclass(frozen=True)
 class Compared:
-    """Numbers that were compared, or hashed: the dims and arguments they come from. `bound`: a slice compared
-    its bound with a size. `equal`: it was asked whether they are equal, and they are."""
+    """Numbers that were compared, or hashed: the dims and arguments they come from, and the numbers. `bound`:
+    a slice compared its bound with a size. `equal`: it was asked whether they are equal, and they are.
+    `sizes`: all of them are sizes as they were read. `escaped`: nothing was compared, but from there on
+    nobody can say what it is compared with."""
 
     dims: frozenset[Dim]
     source: Span | None
     bound: bool = False
     equal: bool = False
+    sizes: bool = False
+    escaped: bool = False
+    values: tuple[int | float | str, ...] = ()
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The line; the text of an edited function keeps its lines."""
+        return ("", 0) if self.source is None else (self.source.file, self.source.line)
 
 
 class Notes:
@@ -61,7 +67,7 @@ class Notes:
         """A number that is an argument of the model's forward, noted; anything else as it is."""
         if type(value) not in (int, float):
             return value
-        return _noted(value, frozenset([argument(name)]), self)
+        return noted(value, frozenset([argument(name)]), self)
 
     def arguments(
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,25 +79,57 @@ class Notes:
             {name: self.argument(name, value) for name, value in kwargs.items()},
         )
 
-    def compared(self, dims: frozenset[Dim], *, bound: bool = False, equal: bool = False) -> None:
-        frame = sys._getframe(2)
-        if not self.open or is_library(frame.f_code.co_filename):
+    def compared(
+        self,
+        dims: frozenset[Dim],
+        *values: Any,
+        bound: bool = False,
+        equal: bool = False,
+        sizes: bool = False,
+        depth: int = 0,
+    ) -> None:
+        """A comparison of these values in the code that called the caller, or `depth` callers further."""
+        if self.open and dims:
+            told = tuple(v if isinstance(v, (int, float)) else type(v).__name__ for v in map(plain, values))
+            self._note(Compared(dims, None, bound, equal, sizes, False, told), depth)
+
+    def escaped(self, dims: frozenset[Dim]) -> None:
+        """Numbers left for where nothing is noted, in the code that called the caller."""
+        if self.open and dims:
+            self._note(Compared(dims, None, escaped=True))
+
+    def read(self, dims: frozenset[Dim], *, float: bool = False) -> None:
+        """The code that called the caller has sizes, or what is a `float` of them. They escape where it names
+        what takes numbers unseen."""
+        names = _TAKE_FLOATS if float else _TAKE_INTS
+        if self.open and dims and not names.isdisjoint(sys._getframe(2).f_code.co_names):
+            self._note(Compared(dims, None, escaped=True))
+
+    def _note(self, what: Compared, depth: int = 0) -> None:
+        frame = sys._getframe(3 + depth)
+        if is_library(frame.f_code.co_filename):
             return
-        if len(dims) < 2 and not any(dim == _ARGUMENT for _, dim in dims):
-            return  # one number of the model
-        key = (id(frame.f_code), frame.f_lasti, dims, equal)
+        key = (id(frame.f_code), frame.f_lasti, what)
         if key not in self._known:
             self._known.add(key)
-            self.compares.append(Compared(dims, caller_span(3), bound, equal))
+            self.compares.append(replace(what, source=caller_span(4 + depth)))
+
+
+# Functions of Python and numpy to which a number says nothing: they read what is in it.
+_TAKE_INTS = frozenset([
+    "range", "islice", "index", "numpy", "np", "log", "log2", "log10", "gcd", "lcm", "isqrt", "comb",
+])  # fmt: skip
+_TAKE_FLOATS = frozenset(["math", "sqrt", "exp", "log", "log2", "log10", "numpy", "np"])
 
 
 class _Noted:
-    """What a noted int and a noted float have in common: `dims`, and whether it is a `product` of sizes,
-    so that it is zero only where one of them is."""
+    """What a noted int and a noted float have in common: `dims`, whether it is a `product` of sizes, so that
+    it is zero only where one of them is, and whether it is a `size` as it was read."""
 
     dims: frozenset[Dim]
     log: Notes
     product: bool
+    size: bool
 
     __slots__ = ()
 
@@ -104,48 +142,59 @@ class _Float(float, _Noted):
     pass
 
 
-def _noted(value: Any, dims: frozenset[Dim], log: Notes, product: bool = False) -> Any:
+def noted(value: Any, dims: frozenset[Dim], log: Notes, product: bool = False, *, size: bool = False) -> Any:
+    """A number that knows the dims it comes from; what is no number, as it is."""
     kind = {int: _Int, float: _Float}.get(type(value))
     if kind is None:
-        return tuple(_noted(v, dims, log) for v in value) if type(value) is tuple else value
+        return tuple(noted(v, dims, log) for v in value) if type(value) is tuple else value
     made = kind(value)
-    made.dims, made.log, made.product = dims, log, product
+    made.dims, made.log, made.product, made.size = dims, log, product, size
     return made
 
 
 def plain(value: Any) -> Any:
     """The number itself.
 
-    >>> type(plain(_noted(3, frozenset(), Notes())))
+    >>> type(plain(noted(3, frozenset(), Notes())))
     <class 'int'>
     """
-    return int(value) if isinstance(value, _Int) else float(value) if isinstance(value, _Float) else value
+    if isinstance(value, _Int):
+        return int.__int__(value)
+    return float.__float__(value) if isinstance(value, _Float) else value
 
 
-def _dims(value: Any) -> frozenset[Dim]:
+def noted_dims(value: Any) -> frozenset[Dim]:
+    """The dims that a number comes from."""
     return value.dims if isinstance(value, _Noted) else frozenset()
 
 
-_COMPUTED = (
+_OPERATORS = (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "truediv", "rtruediv", "mod"),
     *("rmod", "divmod", "rdivmod", "pow", "rpow", "neg", "abs", "lshift", "rlshift", "rshift", "rrshift"),
-    *("and", "rand", "or", "ror", "xor", "rxor"),
+    *("and", "rand", "or", "ror", "xor", "rxor", "pos", "invert", "floor", "ceil", "trunc", "round"),
 )
+_METHODS = ("bit_length", "bit_count", "conjugate", "as_integer_ratio", "is_integer")
+_ATTRIBUTES = ("real", "numerator")
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+_LEFT = ("int", "float", "index", "str", "repr", "format")
 
 
 def _computes(base: type, name: str) -> Callable[..., Any]:
-    function = getattr(base, f"__{name}__")
+    function = getattr(base, name)
 
     def compute(self: Any, *others: Any) -> Any:
         result = function(self, *others)
         if result is NotImplemented and others and isinstance(others[0], float):
-            result = getattr(float, f"__{name}__")(float(plain(self)), *others)
+            result = getattr(float, name)(float(plain(self)), *others)
         if result is NotImplemented or not self.log.open:
+            if others and isinstance(others[0], (list, tuple, str)):
+                self.log.escaped(self.dims)  # a length
             return result
-        dims = self.dims.union(*map(_dims, others))
-        product = name in ("mul", "rmul") and self.product and all(_positive(o) for o in others)
-        return _noted(result, dims, self.log, product)
+        dims = self.dims.union(*map(noted_dims, others))
+        if type(result) is float:
+            self.log.read(dims, float=True)
+        product = name in ("__mul__", "__rmul__") and self.product and all(map(_positive, others))
+        return noted(result, dims, self.log, product)
 
     return compute
 
@@ -160,114 +209,56 @@ def _compares(base: type, name: str) -> Callable[..., Any]:
     def compare(self: Any, other: Any) -> Any:
         if not (self.product and type(other) is int and other == 0):  # zero, if a size is
             equal = name in ("eq", "ne") and function(self, other) is (name == "eq")
-            self.log.compared(self.dims | _dims(other), equal=equal)
+            sizes = self.size and isinstance(other, _Noted) and other.size
+            self.log.compared(self.dims | noted_dims(other), self, other, equal=equal, sizes=sizes)
         return function(self, other)
 
     return compare
 
 
-def _truth(base: type) -> Callable[..., bool]:
+def _truth(base: Any) -> Callable[..., bool]:
     def truth(self: Any) -> bool:
         if not self.product:
-            self.log.compared(self.dims)
-        return bool(base(self))
+            self.log.compared(self.dims, self)
+        return bool(base.__bool__(self))
 
     return truth
 
 
 def _hash(base: Any) -> Callable[..., int]:
     def hashed(self: Any) -> int:  # a key of a table
-        self.log.compared(self.dims)
+        self.log.compared(self.dims, self)
         return int(base.__hash__(self))
 
     return hashed
 
 
+def _leaves(base: Any, name: str) -> Callable[..., Any]:
+    function = getattr(base, name)
+
+    def leave(self: Any, *given: Any) -> Any:
+        self.log.escaped(self.dims)
+        return function(self, *given)
+
+    return leave
+
+
 def _equip(kind: Any, base: Any) -> None:
     """Give a kind of noted number the methods of the number."""
-    for name in _COMPUTED:
-        if hasattr(base, f"__{name}__"):
-            setattr(kind, f"__{name}__", _computes(base, name))
+    for name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
+        if hasattr(base, name):
+            setattr(kind, name, _computes(base, name))
+    for name in _ATTRIBUTES:
+        if hasattr(base, name):
+            setattr(kind, name, property(lambda self: self))
     for name in _COMPARED:
         setattr(kind, f"__{name}__", _compares(base, name))
+    for name in (f"__{name}__" for name in _LEFT):
+        if hasattr(base, name):
+            setattr(kind, name, _leaves(base, name))
     kind.__bool__, kind.__hash__ = _truth(base), _hash(base)
     kind.__reduce__ = lambda self: (base, (plain(self),))
 
 
 _equip(_Int, int)
 _equip(_Float, float)
-
-
-def _bounds(key: Any, dims: int) -> Iterator[tuple[int, _Noted]]:
-    """The noted bounds of slices in `tensor[key]`, each with its dim."""
-    parts = list(key) if isinstance(key, tuple) else [key]
-    left = dims - sum(part is not None and part is not ... for part in parts)
-    dim = 0
-    for part in parts:
-        if isinstance(part, slice):
-            yield from ((dim, b) for b in (part.start, part.stop) if isinstance(b, _Noted))
-        dim += left if part is ... else part is not None
-
-
-@contextlib.contextmanager
-def noting(name_of: Callable[[torch.Tensor], str | None]) -> Iterator[Notes]:
-    """While it lasts, the model's code is given sizes that note what they are compared with; `name_of` gives
-    the name of a tensor's node."""
-    log = Notes()
-    base: Any = torch._C.TensorBase
-
-    def own() -> bool:
-        return not is_library(sys._getframe(2).f_code.co_filename)
-
-    def sized(tensor: torch.Tensor, shape: Any) -> Any:
-        name = name_of(tensor)
-        if name is None:
-            return shape
-        return torch.Size(
-            [
-                _noted(n, frozenset([(name, d)]), log, True) if type(n) is int else n
-                for d, n in enumerate(shape)
-            ]
-        )
-
-    def read_shape(tensor: torch.Tensor) -> Any:
-        shape = base.shape.__get__(tensor)
-        return sized(tensor, shape) if own() else shape
-
-    def read_size(tensor: torch.Tensor, dim: Any = None) -> Any:
-        found = base.size(tensor) if dim is None else base.size(tensor, dim)
-        if not own():
-            return found
-        whole = sized(tensor, base.shape.__get__(tensor))
-        return whole if dim is None else whole[dim] if isinstance(dim, int) else found
-
-    def count(tensor: torch.Tensor) -> Any:
-        number = base.numel(tensor)
-        if not own() or type(number) is not int:
-            return number
-        name = name_of(tensor)
-        with aside():  # a layer that is compared has no name, and calls the same functions
-            dims = frozenset((name, d) for d in range(tensor.dim())) if name is not None else frozenset()
-        return _noted(number, dims, log, True)
-
-    def taken(tensor: torch.Tensor, key: Any) -> Any:
-        if own():
-            with aside():
-                bounds = list(_bounds(key, tensor.dim()))
-            for dim, bound in bounds:
-                name = name_of(tensor)
-                log.compared(bound.dims | ({(name, dim)} if name is not None else frozenset()), bound=True)
-        return base.__getitem__(tensor, key)
-
-    replaced = {
-        "shape": property(read_shape), "size": read_size, "numel": count, "nelement": count,
-        "__getitem__": taken,
-    }  # fmt: skip
-    try:
-        for name, reader in replaced.items():
-            setattr(torch.Tensor, name, reader)
-        yield log
-    finally:
-        for name in replaced:
-            delattr(torch.Tensor, name)
-        log.open = False

@@ -36,7 +36,8 @@ from autotp.trace.graph import (
 )  # fmt: skip
 from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
-from autotp.trace.noted import noting, plain
+from autotp.trace.noted import plain
+from autotp.trace.noting import noting
 from autotp.trace.operands import gives_number, tensors_of, written_by
 from autotp.trace.overwritten import Overwritten
 from autotp.trace.remembered import Forgotten, Remembered
@@ -161,7 +162,7 @@ def _record(
             stack.enter_context(functions(recorder))
             stack.enter_context(step_by_step(module))
             args, kwargs = fakes.args, fakes.kwargs
-            if not shapes:  # a rank's comparisons are those of the whole model
+            if guide is None:  # what a guide finds in frames are plain numbers
                 notes = stack.enter_context(noting(recorder.size_owner))
                 recorder.trace.compared = notes.compares
                 args, kwargs = notes.arguments(

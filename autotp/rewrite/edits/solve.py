@@ -26,7 +26,7 @@ from autotp.rewrite.edits.text import NoSource
 from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
 
-__all__ = ["solve"]
+__all__ = ["Modes", "failing", "solve"]
 
 ROUNDS = 12  # a check of the model's own stops a trace, so each takes a round
 TRIES = 12  # edits that may let a run go on which raised
@@ -44,6 +44,13 @@ def solve(
     `run` records the module as a rank; `ranks` are those that differ.
     """
     return _Search(module, modes, list(ranks), run).run()
+
+
+def failing(
+    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run, edits: Edits
+) -> tuple[str, int, Finding] | None:
+    """The first finding of a rank's own trace of the edited model, with its mode and rank."""
+    return _Search(module, modes, list(ranks), run).first(edits, Observed())
 
 
 class _Search:
@@ -76,7 +83,7 @@ class _Search:
             self.missing = []
             observed = Observed()
             try:
-                failed = self._first(edits, observed)
+                failed = self.first(edits, observed)
                 if failed is None:
                     return self._closed(edits, observed), "", None
                 self.plain = self.plain or failed
@@ -108,7 +115,7 @@ class _Search:
                     found |= {*shape, *(a * b for a, b in combinations(shape, 2))}
         return found
 
-    def _first(self, edits: Edits, observed: Observed) -> tuple[str, int, Finding] | None:
+    def first(self, edits: Edits, observed: Observed) -> tuple[str, int, Finding] | None:
         """The first finding of a rank's own trace, in any mode."""
         for mode, whole in self.modes:
             for rank in self.ranks:
