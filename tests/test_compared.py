@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -55,11 +59,45 @@ def _root(x, h):
     return h.tanh() if h.shape[-1] ** 0.5 > x.shape[1] / 100 else h
 
 
-@pytest.mark.parametrize("between", [branch, _smaller, _mixed, _remainder, _bound, _parts, _root])
+def _written(x, h):
+    h = h.clone()
+    h[..., : x.shape[1]] = 0
+    return h
+
+
+def _elements(x, h):
+    return h.tanh() if torch.numel(x) < torch.numel(h) else h
+
+
+def _bytes(x, h):
+    return h.tanh() if x.nbytes < h.nbytes else h
+
+
+def _steps(x, h):
+    return h.tanh() if x.shape[1] < h.stride()[1] + h.stride(1) else h
+
+
+def _rounded(x, h):
+    return h.tanh() if math.floor(x.shape[1] / 2) < round(h.shape[-1] * 1.5) else h
+
+
+def _left_alone(x, h):
+    """A rank compares with another number."""
+    return h.tanh() if x.shape[1] < int(h.shape[-1]) else h
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        branch, _smaller, _mixed, _remainder, _bound, _parts, _root, _written, _elements, _bytes, _steps,
+        _rounded, _left_alone,
+    ],
+)  # fmt: skip
 def test_a_cut_size_compared_with_a_size_of_the_input_is_refused(between):
     (found,) = errors(autotp.analyze(Between(between), PLAN, tp=2, inputs=INPUTS).diagnostics)
     assert found.code == "AT328" and found.source is not None
-    assert found.source.line == between.__code__.co_firstlineno + 1
+    lines = inspect.getsource(between).splitlines()
+    assert lines[found.source.line - between.__code__.co_firstlineno].lstrip().startswith(("return", "h["))
 
 
 def test_the_words_of_a_refused_comparison():
@@ -69,6 +107,88 @@ def test_the_words_of_a_refused_comparison():
         "trace): for some inputs it comes out another way on a rank"
     )
     assert found.help == ("compare with the whole number: keep it in an attribute of the module",)
+
+
+def _plain(x, h):
+    return h.tanh() if int(x.shape[1]) < int(h.shape[-1]) else h
+
+
+def _lengths(x, h):
+    return h.tanh() if len(x[0]) < len(h.transpose(0, -1)) else h
+
+
+def _indexed(x, h):
+    return h.tanh() if operator.index(x.shape[1]) < operator.index(h.shape[-1]) else h
+
+
+def _ranges(x, h):
+    return h.tanh() if len(range(x.shape[1])) < len(range(h.shape[-1])) else h
+
+
+def _lists(x, h):
+    return h.tanh() if len([0] * x.shape[1]) < len([0] * h.shape[-1]) else h
+
+
+def _roots(x, h):
+    return h.tanh() if math.sqrt(x.shape[1]) < math.sqrt(h.shape[-1]) else h
+
+
+def _floats(x, h):
+    return h.tanh() if float(x.shape[1]) < float(h.shape[-1]) else h
+
+
+def _words(x, h):
+    return h.tanh() if str(x.shape[1]) == f"{h.shape[-1]}" else h
+
+
+def _least(x, h):
+    return h.tanh() if min(x.shape[1], 9) == h.shape[-1] - 7 else h
+
+
+def _counted(x, h):
+    for i, _ in enumerate(x.unbind(1)):
+        h = h.tanh() if i == h.shape[-1] else h
+    return h
+
+
+def _plainly_written(x, h):
+    h = h.clone()
+    h[..., : int(x.shape[1])] = 0
+    return h
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        _plain, _lengths, _indexed, _ranges, _lists, _roots, _floats, _words, _least, _counted,
+        _plainly_written,
+    ],
+)  # fmt: skip
+def test_a_size_that_is_compared_as_a_plain_number_is_refused(between):
+    """Inputs of other sizes show it: those for which a rank would take another way."""
+    (found,) = errors(autotp.analyze(Between(between), PLAN, tp=3, inputs=INPUTS).diagnostics)
+    assert found.code in ("AT309", "AT315", "AT328")
+    assert found.notes[-1] in (
+        "for inputs of other sizes: [4, 8, 8]", "for inputs of other sizes: [8, 12, 8]",
+        "for inputs of other sizes: [12, 4, 8]",
+    )  # fmt: skip
+
+
+def _alone(x, h):
+    assert int(h.shape[-1]) % 2 == 0 and h.shape[-1] < 100 and len(x) > 0
+    return h[..., : int(h.shape[-1])]
+
+
+def test_sizes_that_are_asked_alone_are_proven():
+    assert autotp.verify(Between(_alone), PLAN, tp=3, inputs=INPUTS).ok
+
+
+@pytest.mark.parametrize("between", [branch, _left_alone, _plain])
+def test_sizes_are_noted_in_an_exported_trace(between, monkeypatch):
+    monkeypatch.setattr("autotp.trace.recorder.MISSING", "gone")
+    model = Between(between).eval()
+    (found,) = errors(autotp.analyze(model, PLAN, tp=2, inputs=INPUTS).diagnostics)
+    assert found.code in ("AT315", "AT328") and found.source is not None
 
 
 def _usual(x, h):

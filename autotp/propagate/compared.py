@@ -25,6 +25,7 @@ from autotp.propagate.ops import arguments_of, op_name
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.trace.graph import Trace, Val
 from autotp.trace.noted import Dim
+from autotp.trace.noting import by_shape
 
 __all__ = ["asked_of_cuts", "compared_otherwise", "comparisons", "decides"]
 
@@ -53,7 +54,8 @@ def compared_otherwise(whole: Propagation, local: Trace, rank: int) -> Finding |
             continue
         free = next((dim for dim in sorted(one.dims) if known.is_free(dim)), None)
         if free is not None:
-            node = known.nodes[free[0]]
+            node = known.node(free)
+            assert node is not None
             there = sorted({o.values for o in local.compared if o.place == one.place and not o.escaped})
             message = (
                 f"a size of the input ({known.size(free)} in the trace) is compared: {_said(one.values)} "
@@ -70,15 +72,10 @@ def _said(values: tuple[int | float | str, ...]) -> str:
 
 def asked_of_cuts(whole: Propagation) -> set[tuple[int, int]]:
     """The sizes that are cut of which the model's code asks anything, but whether they equal other sizes;
-    each with that of a rank's part. Of an exported trace nobody knows what is asked: all of them."""
+    each with that of a rank's part."""
     known = _Comparisons(whole)
-    if whole.trace.route == "export":
-        ops = (n for n in whole.layouts if n.op == "call_function")
-        dims = {(_owner(n), d) for n in ops for d in range(len(_shape(n)))}
-    else:
-        asked = (one for one in whole.trace.compared if not one.sizes)
-        dims = {dim for one in asked for dim in one.dims}
-    cut = filter(known.is_cut, dims)
+    asked = {dim for one in whole.trace.compared if not one.sizes for dim in one.dims}
+    cut = filter(known.is_cut, asked)
     return {(known.size(dim), part) for dim in cut for part in known.parts(dim) if part != known.size(dim)}
 
 
@@ -89,6 +86,9 @@ class _Comparisons:
     def __init__(self, whole: Propagation) -> None:
         self.whole = whole
         self.nodes = {_owner(n): n for n in whole.trace.graph.nodes if n.op != "output"}
+        self.shaped: dict[str, list[fx.Node]] = {}  # an exported trace knows tensors by their shapes
+        for node in self.nodes.values() if whole.trace.route == "export" else ():
+            self.shaped.setdefault(by_shape(_shape(node)), []).append(node)
         inputs = (n for n in self.nodes.values() if n.op == "placeholder")
         self.sizes = {size for n in inputs for size in _shape(n) if size > 1}
 
@@ -98,7 +98,8 @@ class _Comparisons:
             free = next((dim for dim in sorted(one.dims) if self.is_free(dim)), None)
             if cut is None or free is None or one.escaped or (one.equal and self._is_merged(cut)):
                 continue
-            node = self.nodes[cut[0]]
+            node = self.node(cut)
+            assert node is not None
             conflict = Conflict(
                 "AT328",
                 f"a size of which each rank has a part ({self.size(cut)} unsharded) is compared with a size "
@@ -128,30 +129,48 @@ class _Comparisons:
     def _counts_input(self, number: int) -> bool:
         return any(number % size == 0 for size in self.sizes)
 
+    def node(self, dim: Dim) -> fx.Node | None:
+        """The tensor of a dim; of several of that shape, one that is cut there."""
+        name, at = dim
+        same = self.shaped.get(name, [])
+        return self.nodes.get(name) or next((n for n in same if self._cut(n, at)), next(iter(same), None))
+
     def size(self, dim: Dim) -> int:
         """The size of a dim unsharded."""
-        return _shape(self.nodes[dim[0]])[dim[1]]
+        node = self.node(dim)
+        assert node is not None
+        return _shape(node)[dim[1]]
 
     def is_cut(self, dim: Dim) -> bool:
         """Whether each rank has a part of a dim."""
-        return dim[0] in self.nodes and any(n != self.size(dim) for n in self.parts(dim))
+        node = self.node(dim)
+        return node is not None and self._cut(node, dim[1])
+
+    def _cut(self, node: fx.Node, dim: int) -> bool:
+        return self._parts(node, dim) != {_shape(node)[dim]}
 
     def parts(self, dim: Dim) -> set[int]:
         """The sizes of a dim on the ranks."""
-        node = self.nodes[dim[0]]
+        node = self.node(dim)
+        assert node is not None
+        return self._parts(node, dim[1])
+
+    def _parts(self, node: fx.Node, dim: int) -> set[int]:
         layout = self.whole.layouts.get(node, [INVARIANT])[0]
-        return {local_shape(_shape(node), layout, r)[dim[1]] for r in range(self.whole.matches.tp)}
+        return {local_shape(_shape(node), layout, r)[dim] for r in range(self.whole.matches.tp)}
 
     def _is_merged(self, dim: Dim) -> bool:
         """Whether it is a batch and something cut in one dim: what equals it has the batch in it, too, and
         each rank's trace shows that they are equal there."""
-        layout = self.whole.layouts[self.nodes[dim[0]]][0]
+        node = self.node(dim)
+        assert node is not None
+        layout = self.whole.layouts[node][0]
         groups = layout.groups if isinstance(layout, Shard) and layout.dim == dim[1] else 1
         return groups > 1 and self._counts_input(groups)
 
     def is_free(self, dim: Dim) -> bool:
         """Whether it is a multiple of a size of the inputs, and none of a parameter's."""
-        node = self.nodes.get(dim[0])
+        node = self.node(dim)
         if node is None or node.op == "get_attr" or self.is_cut(dim):
             return False
         return self.size(dim) > 0 and self._counts_input(self.size(dim))

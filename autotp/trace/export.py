@@ -18,6 +18,7 @@ from autotp.trace.calls import Boundary
 from autotp.trace.exported import Converted
 from autotp.trace.exporting import Watch
 from autotp.trace.graph import Trace, TraceError, tensors_in
+from autotp.trace.noting import noting, shape_name
 from autotp.trace.source import error_span
 from autotp.trace.untouched import untouched
 
@@ -42,13 +43,15 @@ def export(
         new_args, new_kwargs = _to_meta(module, args, kwargs, grad=grad, shapes=shapes or {})
         watch = Watch(module, before, after)
         try:
-            with torch.device("meta"), torch.set_grad_enabled(grad):
+            with torch.device("meta"), torch.set_grad_enabled(grad), noting(shape_name) as notes:
                 program = torch.export.export(module, new_args, new_kwargs, strict=False)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             raise TraceError(text, watch.failed, error_span(error)) from error
         first = _first_names(module)
-    return Converted(program, watch, first, grad=grad, inputs=(args, dict(kwargs))).trace
+    trace = Converted(program, watch, first, grad=grad, inputs=(args, dict(kwargs))).trace
+    trace.compared = notes.compares
+    return trace
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from autotp.trace.hooks import aside
+from autotp.trace.hooks import aside, sizes
 from autotp.trace.noted import Dim, Notes, noted, noted_dims
 from autotp.trace.source import is_library
 
-__all__ = ["noting"]
+__all__ = ["by_shape", "noting", "shape_name"]
 
 Name = Callable[[torch.Tensor], str | None]
 
@@ -42,6 +42,16 @@ def noting(name_of: Name) -> Iterator[Notes]:
 
 
 _INHERITED = object()
+
+
+def by_shape(shape: Sequence[int]) -> str:
+    """What stands for the tensors of a shape, where nothing else is known of them."""
+    return f"a tensor of {list(shape)}"
+
+
+def shape_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor by its shape."""
+    return by_shape(sizes(tensor))
 
 
 def _own() -> bool:

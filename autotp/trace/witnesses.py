@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autotp.trace.capture import capture
 from autotp.trace.graph import TraceError, tensors_in
 from autotp.trace.inputs import Samples
-from autotp.trace.recorder import record
 
 __all__ = ["resized", "sizes_said", "witnesses"]
 
@@ -80,7 +80,7 @@ def _free(module: nn.Module, samples: Samples) -> Iterator[Place]:
 
 def _runs(module: nn.Module, samples: Samples) -> bool:
     try:
-        record(module, samples.args, samples.kwargs, grad=False)
+        capture(module, samples.args, samples.kwargs, grad=False)
     except TraceError as error:
         return error.dynamic
     return True
