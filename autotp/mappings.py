@@ -16,15 +16,14 @@ And one for the parameters of heads that several ranks hold:
 
 After Megatron-LM's f and g (https://arxiv.org/abs/1909.08053) and its sequence-parallel pair
 (https://arxiv.org/abs/2205.05198). Backward is the same function with the two kernels swapped, so it can
-be differentiated again. Nothing is written in place (but by `reduce_`, which says so), and a group of one
-returns its input untouched. The functions keep what backward needs in `forward`: with torch's other style,
-`setup_context`, every call costs an `inspect.signature`.
+be differentiated again; forward derivatives and batches (torch.func) go the way of the values. Nothing is
+written in place (but by `reduce_`, which says so), and a group of one returns its input untouched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,9 +31,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.comm import Group, group_of, sum_into
-from autotp.comm.group import contiguous_copy
+from autotp.comm import Group, SimulatedGroup, group_of, sum_into
+from autotp.comm.group import check_summed, contiguous_copy
 from autotp.cut import Cut, local_cut, whole_cut
+from autotp.derivatives import quick, tracked, transformed
+from autotp.diagnostic import UsageError
 from autotp.marks import capturing, marked
 from autotp.placement import Shard
 
@@ -71,6 +72,7 @@ def _total(x: Tensor, group: Group, cut: Any) -> Tensor:
 
 def _first(x: Tensor, group: Group, cut: Any) -> Tensor:
     """The value on rank 0, zeros elsewhere."""
+    check_summed(x)  # a term of a sum; the scales of 8-bit floats have no zero
     return contiguous_copy(x) if group.rank == 0 else torch.zeros_like(x)
 
 
@@ -193,20 +195,45 @@ class _Linear(torch.autograd.Function):
     """y = there(x), with dx = back(dy); `there` and `back` are adjoint, so dx is the same the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | None) -> Tensor:
-        ctx.there, ctx.back, ctx.group, ctx.cut = there, back, group, cut
+    def forward(x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | None) -> Tensor:
         return there(x, group, cut)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.there, ctx.back, ctx.group, ctx.cut = inputs
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _linear(dy, ctx.back, ctx.there, ctx.group, ctx.cut), None, None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, *rest: None) -> Tensor:
+        if isinstance(ctx.group, SimulatedGroup):  # one that ends its derivative would end those of all
+            raise UsageError("a process has one forward derivative, and simulated ranks cannot have one each")
+        return _linear(dx, ctx.there, ctx.back, ctx.group, ctx.cut)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int, ...],
+        x: Tensor,
+        there: Kernel,
+        back: Kernel,
+        group: Group,
+        cut: Cut | None,
+    ) -> tuple[Tensor, int]:
+        behind = None if cut is None else replace(cut, dim=cut.dim + 1)
+        return _linear(x.movedim(in_dims[0], 0), there, back, group, behind), 0
+
+
+_linear_function = quick(_Linear)
+
 
 def _linear(x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | None) -> Tensor:
     """there(x); a value without a gradient needs no node in the graph."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not tracked(x):
         return there(x, group, cut)
-    y: Tensor = _Linear.apply(x, there, back, group, cut)  # type: ignore[no-untyped-call]
+    y: Tensor = _linear_function(x, there, back, group, cut)
     return y
 
 
@@ -278,14 +305,15 @@ class _ReduceInPlace(torch.autograd.Function):
 def reduce_(x: Tensor, group: Mesh = None) -> Tensor:
     """As `reduce`, written into `x`, a tensor that nothing else reads: the fresh output of a linear.
 
-    Saves the copy that `reduce` makes. Compiled code makes its own choice, and here is `reduce` itself.
+    Saves the copy that `reduce` makes. Compiled code makes its own choice, and here, as under the transforms
+    of torch.func, is `reduce` itself.
     """
     group = group_of(group)
     if group.size == 1:
         return x
-    if not x.is_contiguous() or torch.compiler.is_compiling():
+    if not x.is_contiguous() or torch.compiler.is_compiling() or transformed():
         return reduce(x, group)
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not tracked(x):
         return sum_into(x, group)
     y: Tensor = _ReduceInPlace.apply(x, group)  # type: ignore[no-untyped-call]
     return y

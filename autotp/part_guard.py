@@ -13,7 +13,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.diagnostic import UsageError
 
-__all__ = ["refuse_parametrized", "watch"]
+__all__ = ["refuse_made", "watch"]
 
 _OWNERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HELP = "\n  = help: autotp.clip_grad_norm_(model, max_norm) takes the norm of the whole model"
@@ -105,19 +105,48 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 _told: set[type] = set()
 
 
-def refuse_parametrized(layer: nn.Module, dim: int) -> None:
-    """Raises UsageError where the weight of a layer that is cut on `dim` is made by torch's parametrizations
-    from norms or products over that dim: weight_norm of the other dim, spectral_norm, orthogonal."""
-    makers = layer._modules.get("parametrizations")
-    for made in () if makers is None else makers.modules():
-        kind = type(made)
-        whole = kind.__module__ == "torch.nn.utils.parametrizations"
-        if whole and not (kind.__name__ == "_WeightNorm" and getattr(made, "dim", None) == dim):
-            name = type(layer).__name__.removeprefix("Parametrized")
-            raise UsageError(
-                f"{name}: its weight is made by {kind.__name__.strip('_')} from this rank's "
-                f"part of its dim {dim} alone; take the parametrization away, or leave the layer whole"
+def refuse_made(layer: Any) -> None:
+    """Raises UsageError where a cut parameter of `layer` is made of this rank's part alone, by norms,
+    products or a choice over the cut dim: by torch's parametrizations (weight_norm of the other dim,
+    spectral_norm, orthogonal), by the hooks that are their older form, or by pruning."""
+    for name, kind, form in _makers(layer):
+        raise UsageError(
+            f"{type(layer).__name__.removeprefix('Parametrized')}: its {name} is made by {kind.strip('_')} "
+            f"from this rank's part of its dim {layer.layouts[name].dim} alone; take the {form} away, or "
+            "leave the layer whole"
+        )
+
+
+def _makers(layer: Any) -> Iterator[tuple[str, str, str]]:
+    """(parameter, class, form) of what makes a cut parameter from more than its elements or other dims."""
+    for name, chain in (layer._modules.get("parametrizations") or {}).items():
+        for made in chain.modules() if name in layer.layouts else ():
+            whole = type(made).__module__ == "torch.nn.utils.parametrizations"
+            if whole and not _along(made, layer.layouts[name].dim):
+                yield name, type(made).__name__, "parametrization"
+    for hook in layer._forward_pre_hooks.values():
+        if type(hook).__module__ not in (*_OLDER, _PRUNING):
+            continue
+        name = str(getattr(hook, "name", None) or getattr(hook, "_tensor_name", None))
+        for made in getattr(hook, "_pruning_methods", [hook]) if name in layer.layouts else ():
+            kind = type(made)
+            harmless = (
+                kind.__name__ in _NO_CHOICE
+                if kind.__module__ == _PRUNING
+                else _along(made, layer.layouts[name].dim)
             )
+            if not harmless:
+                yield name, kind.__name__, "hook"
+
+
+_PRUNING = "torch.nn.utils.prune"
+_OLDER = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
+_NO_CHOICE = ("CustomFromMask", "Identity")
+
+
+def _along(made: object, dim: int) -> bool:
+    """Whether this is a norm of each slice of the cut dim, which lies whole on its rank."""
+    return type(made).__name__ in ("WeightNorm", "_WeightNorm") and getattr(made, "dim", None) == dim
 
 
 def _class_of_torch(kind: type[torch.optim.Optimizer]) -> str:

@@ -7,6 +7,7 @@ import io
 import pickle
 import random
 import time
+from functools import partial
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autotp import mappings
 from autotp.comm import Group, GroupOfOne, group_of, simulate
 from autotp.comm.simulated import SimulatedGroup
 from autotp.diagnostic import UsageError
@@ -98,6 +100,28 @@ def test_collectives_equal_their_definition(run, dtype) -> None:
         parts = [readable(value(r, 2, 4, dtype=dtype)) for r in range(size)]
         assert torch.equal(results[0], torch.cat([part.t() for part in parts]))
         assert torch.equal(results[1], torch.cat(parts))
+
+
+def refused_sums(group: Group) -> list[str]:
+    found = []
+    for dtype in (torch.float8_e8m0fnu, torch.uint16, torch.uint32, torch.uint64):
+        x = torch.ones(2 * group.size).to(dtype)
+        for call in (group.all_reduce, partial(group.reduce_scatter, dim=0, sizes=[2] * group.size)):
+            with pytest.raises(UsageError) as caught:
+                call(x)
+            found.append(str(caught.value))
+        with pytest.raises(UsageError, match="cannot be summed"):
+            mappings.share(x, group)
+        whole = mappings.gather(x, group, dim=0)
+        assert (whole.dtype, len(whole)) == (dtype, 2 * group.size**2)
+    return found
+
+
+def test_what_torch_does_not_add_is_refused_by_name(run) -> None:
+    text = "cannot be summed over the ranks: torch does not add them; gather moves them"
+    names = ("float8_e8m0fnu", "uint16", "uint32", "uint64")
+    want = [f"values of torch.{name} {text}" for name in names for _ in range(2)]
+    assert run(refused_sums) == [want] * run.size
 
 
 def sums_of_randoms(group: Group) -> torch.Tensor:

@@ -37,11 +37,12 @@ def parallel(
     return load(cls(VOCABULARY, WIDTH, group=group, dtype=torch.float64, **options), serial())
 
 
-def results(layer: nn.Embedding, ids: Tensor) -> list[Tensor]:
+def results(call: Any, ids: Tensor, layer: Any = None) -> list[Tensor]:
     """Output, gradient after two uses, and the weight, which max_norm may have changed."""
-    y = layer(ids)
+    layer = call if layer is None else layer
+    y = call(ids)
     y.backward(randn(2, *y.shape))
-    layer(ids[:1]).square().sum().backward()
+    call(ids[:1]).square().sum().backward()
     gradient = layer.weight.grad
     if gradient.is_sparse:
         gradient = gradient.to_dense()
@@ -220,6 +221,24 @@ def test_mistakes_are_named() -> None:
     assert message(lambda g: VocabParallelEmbedding(8, 4, padding_idx=8, group=g)) == (
         "VocabParallelEmbedding: padding_idx=8 is outside num_embeddings=8"
     )
+    assert message(lambda g: ParallelEmbedding(8, 4, max_norm="1", group=g)) == (
+        "ParallelEmbedding: max_norm must be a number, not '1'"
+    )
+    assert message(lambda g: VocabParallelEmbedding(8, 4, norm_type=None, group=g)) == (
+        "VocabParallelEmbedding: norm_type must be a number, not None"
+    )
+    for layer in (VocabParallelEmbedding, ParallelEmbedding):
+        for options in ({}, {"max_norm": 1.0}, {"sparse": True}):
+            for dtype in (torch.float32, torch.bool, torch.int16, torch.uint8, torch.complex64):
+                ids = torch.zeros(2, dtype=dtype)
+                assert message(lambda g, made=layer, o=options, x=ids: made(8, 4, group=g, **o)(x)) == (
+                    f"{layer.__name__}: ids are of dtype torch.int64 or torch.int32, not {dtype}"
+                )
+            assert message(lambda g, made=layer, o=options: made(8, 4, group=g, **o)([1, 2])) == (
+                f"{layer.__name__}: ids are a tensor, not list"
+            )
+    with pytest.raises(UsageError, match="lookup: ids are a tensor, not int"):
+        lookup(torch.ones(4, 2), 3)
 
     class Scaled(nn.Embedding):
         def forward(self, ids):
@@ -248,16 +267,23 @@ def test_lookup_of_a_local_table() -> None:
     assert table.grad.tolist() == [[1, 1], [0, 0], [1, 1], [0, 0]]
     with pytest.raises(IndexError):
         lookup(table, torch.tensor([9]), start=3, vocab_size=9)
+    (one,) = torch.autograd.grad(lookup(table, torch.tensor(5), start=3, sparse=True).sum(), table)
+    assert one.to_dense().tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]
 
 
 def compiled(group: Group) -> None:
-    torch._dynamo.reset()
-    layer = parallel(group, padding_idx=7)
-    want = results(layer, torch.tensor(IDS))
-    layer.zero_grad()
-    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.tensor(IDS))
-    y.backward(randn(2, *y.shape))
-    close(y.detach(), want[0])
+    for cls, options in (
+        (VocabParallelEmbedding, {"padding_idx": 7, "max_norm": 1.0}),
+        (ParallelEmbedding, {"max_norm": 1.0, "sparse": True}),
+    ):
+        torch._dynamo.reset()
+        layer = parallel(group, cls, **options)
+        want = results(layer, torch.tensor(IDS))
+        layer = parallel(group, cls, **options)
+        close(
+            results(torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.tensor(IDS), layer), want
+        )
+    layer = parallel(group)
     try:
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.tensor([1, VOCABULARY]))
     except IndexError:

@@ -268,7 +268,27 @@ def test_mistakes_are_named() -> None:
     assert wrong(
         lambda g: vocab_parallel_cross_entropy(torch.ones(3, 4), target, group=g, shard=Shard(0, deal(8, 2)))
     ) == (f"{name}: with a shard, vocab_size is needed")
+    ones = torch.ones(3, 4)
+    for options, text in (
+        ({"label_smoothing": "0.1"}, "label_smoothing='0.1' is not between 0 and 1"),
+        ({"weight": [1.0] * 8}, "weight must be a tensor, not list"),
+        ({"ignore_index": 1.5}, "ignore_index=1.5 is no id"),
+        ({"vocab_size": 8.0}, "vocab_size=8.0 is no number of ids"),
+        ({"vocab_size": -8}, "vocab_size=-8 is no number of ids"),
+        ({"shard": 2, "vocab_size": 8}, "shard=2 is no Shard"),
+    ):
+        found = wrong(lambda g, o=options: vocab_parallel_cross_entropy(ones, target, group=g, **o))
+        assert found == f"{name}: {text}"
+    for given, text in (
+        ((None, target), "logits must be a tensor, not NoneType"),
+        ((ones, [0, 0, 0]), "target must be a tensor, not list"),
+        ((ones, target.to(torch.complex64)), "targets are ids of an integer dtype, not torch.complex64"),
+    ):
+        assert wrong(lambda g, x=given: vocab_parallel_cross_entropy(*x, group=g)) == f"{name}: {text}"
     labels = torch.zeros(3, 2, dtype=torch.int64)
+    assert wrong(lambda g: vocab_parallel_multi_label_cross_entropy(ones, labels, None, group=g)) == (
+        "vocab_parallel_multi_label_cross_entropy: weights must be a tensor, not NoneType"
+    )
     assert wrong(
         lambda g: vocab_parallel_multi_label_cross_entropy(
             torch.ones(3, 4), labels, torch.ones(3, 1), group=g
@@ -296,10 +316,11 @@ def out_of_range(group: Group, bad: int) -> str:
 
 def compiled(group: Group) -> None:
     torch._dynamo.reset()
+    mesh = group.process_group  # a process group itself is resolved while it is compiled
 
     def function(logits: Tensor, target: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(
-            logits, target, group=group, vocab_size=VOCABULARY, label_smoothing=0.1
+            logits, target, group=mesh, vocab_size=VOCABULARY, label_smoothing=0.1
         )
 
     found = []

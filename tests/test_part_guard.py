@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import autotp
 from autotp import part_guard
 from autotp.comm import simulate
 from autotp.diagnostic import UsageError
-from autotp.nn import ColumnParallelLinear, RowParallelLinear
+from autotp.nn import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
 
 
 def trained(group, make, plan=True):
@@ -94,3 +95,38 @@ def test_a_weight_that_is_made_from_a_part():
             simulate(2, lambda g, given=(layer, make, dim): here(g, *given))
     for layer, dim in ((RowParallelLinear, 1), (ColumnParallelLinear, 0)):  # norms inside of the part
         assert len(simulate(2, lambda g, given=(layer, norm, dim): here(g, *given))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*(weight|spectral)_norm:FutureWarning")
+@pytest.mark.parametrize(("make", "layer", "kind"), [
+    (torch.nn.utils.weight_norm, RowParallelLinear, "WeightNorm"),
+    (torch.nn.utils.weight_norm, ColumnParallelLinear, None),
+    (torch.nn.utils.weight_norm, ParallelEmbedding, "WeightNorm"),
+    (torch.nn.utils.weight_norm, VocabParallelEmbedding, None),
+    (torch.nn.utils.spectral_norm, ColumnParallelLinear, "SpectralNorm"),
+    (partial(prune.l1_unstructured, name="weight", amount=0.5), VocabParallelEmbedding, "L1Unstructured"),
+    (partial(prune.random_unstructured, name="weight", amount=1), RowParallelLinear, "RandomUnstructured"),
+    (partial(prune.l1_unstructured, name="bias", amount=0.5), ColumnParallelLinear, "L1Unstructured"),
+    (partial(prune.l1_unstructured, name="bias", amount=0.5), RowParallelLinear, None),  # a whole bias
+    (partial(prune.identity, name="weight"), ColumnParallelLinear, None),
+])  # fmt: skip
+def test_a_weight_that_a_hook_makes_from_a_part(make, layer, kind):
+    """torch's older weight_norm and spectral_norm, and pruning: hooks before each forward."""
+
+    def here(group):
+        module = layer(8, 8, group=group)
+        make(module)
+        ids = "Embedding" in layer.__name__
+        return module(torch.ones(2, 8, dtype=torch.long if ids else None))
+
+    if kind is None:
+        assert len(simulate(2, here)) == 2
+        return
+    with pytest.raises(UsageError) as caught:
+        simulate(2, here)
+    name = "bias" if "bias" in str(make) else "weight"
+    dim = 1 if layer in (RowParallelLinear, ParallelEmbedding) else 0
+    assert str(caught.value) == (
+        f"{layer.__name__}: its {name} is made by {kind} from this rank's part of its dim {dim} alone; take "
+        "the hook away, or leave the layer whole"
+    )

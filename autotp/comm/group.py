@@ -8,9 +8,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = ["EXCHANGE_TIMEOUT", "Group", "GroupOfOne", "KnownGroup", "contiguous_copy"]
+from autotp.diagnostic import UsageError
+
+__all__ = ["EXCHANGE_TIMEOUT", "Group", "GroupOfOne", "KnownGroup", "check_summed", "contiguous_copy"]
 
 T = TypeVar("T")
+_NEVER_ADDED = {torch.float8_e8m0fnu, torch.uint16, torch.uint32, torch.uint64}
 EXCHANGE_TIMEOUT = 60.0
 """Seconds that `exchange` waits for the other ranks of the group."""
 
@@ -98,6 +101,14 @@ class GroupOfOne(KnownGroup):
 
     def __repr__(self) -> str:
         return "GroupOfOne()"
+
+
+def check_summed(x: Tensor) -> None:
+    """Raise UsageError for values that torch cannot add."""
+    if x.dtype in _NEVER_ADDED:
+        raise UsageError(
+            f"values of {x.dtype} cannot be summed over the ranks: torch does not add them; gather moves them"
+        )
 
 
 def contiguous_copy(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm.exchange import Store, exchange_through
-from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, contiguous_copy
+from autotp.comm.group import EXCHANGE_TIMEOUT, Group, GroupOfOne, KnownGroup, check_summed, contiguous_copy
 from autotp.comm.reduced_in import ReducedIn
 from autotp.diagnostic import UsageError
 
@@ -43,6 +43,7 @@ class ProcessGroupGroup(KnownGroup):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks: a new tensor."""
+        check_summed(x)
         if x.dtype in _reduced_as:
             return self.all_reduce(x.to(_reduced_as[x.dtype])).to(x.dtype)
         total = contiguous_copy(x)
@@ -84,6 +85,7 @@ class ProcessGroupGroup(KnownGroup):
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """This rank's block of the sum; uneven blocks are padded to the largest and narrowed."""
+        check_summed(x)
         if x.dtype in _reduced_as:
             return self.reduce_scatter(x.to(_reduced_as[x.dtype]), dim, sizes).to(x.dtype)
         dim, largest = dim % x.ndim, max(sizes)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autotp.comm.baton import Call, Room, Stopped, read_globals, write_globals
-from autotp.comm.group import EXCHANGE_TIMEOUT, KnownGroup
+from autotp.comm.group import EXCHANGE_TIMEOUT, KnownGroup, check_summed
 from autotp.diagnostic import UsageError
 
 __all__ = ["SimulatedGroup", "simulate"]
@@ -53,6 +53,7 @@ class SimulatedGroup(KnownGroup):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, added in rank order: a new tensor."""
+        check_summed(x)
         terms = (x.dtype, tuple(x.shape))
         total: Tensor = self._meet(Call("all_reduce", terms, x.detach(), _sums))
         return total
@@ -81,6 +82,7 @@ class SimulatedGroup(KnownGroup):
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """This rank's block of the sum."""
+        check_summed(x)
         dim = dim % x.ndim
         if x.shape[dim] != sum(sizes):
             raise UsageError(

@@ -21,6 +21,7 @@ from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
+from autotp.part_guard import refuse_made
 from autotp.placement import Shard
 
 __all__ = ["ColumnParallelConv1D", "RowParallelConv1D"]
@@ -95,6 +96,8 @@ class ColumnParallelConv1D(_ParallelConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out/tp), or (..., out) with `gather_output`."""
+        if self._modules or self._forward_pre_hooks:
+            refuse_made(self)
         weight: Tensor = self.weight
         bias: Tensor = self.bias
         if self.shares:  # columns that several ranks hold: their gradient is summed over the holders
@@ -153,6 +156,8 @@ class RowParallelConv1D(_ParallelConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
+        if self._modules or self._forward_pre_hooks:
+            refuse_made(self)
         expected = self.weight.shape[0] if self.input_is_parallel else self.nx
         if x.shape[-1] != expected:
             raise UsageError(

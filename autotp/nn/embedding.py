@@ -21,7 +21,7 @@ from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.behind import behind
-from autotp.nn.lookup import lookup, renormalise_columns, renormalise_rows
+from autotp.nn.lookup import checked_ids, lookup, renormalise_columns, renormalise_rows
 from autotp.nn.master import (
     InitMethod,
     checked_init,
@@ -30,7 +30,7 @@ from autotp.nn.master import (
     shard_of,
     whole_number,
 )
-from autotp.part_guard import watch
+from autotp.part_guard import refuse_made, watch
 from autotp.placement import Shard
 from autotp.trace.delegates import delegates
 
@@ -73,6 +73,9 @@ class _CutEmbedding(nn.Embedding):
             whole_number(layer, name, size)
         if padding_idx is not None:
             whole_number(layer, "padding_idx", padding_idx)
+        for name, number in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if type(number) not in (int, float) and not (name == "max_norm" and number is None):
+                raise UsageError(f"{layer}: {name} must be a number, not {number!r}")
         checked_init(layer, init_method)
         shard = shard_of(layer, ("num_embeddings", "embedding_dim")[dim], dim, sizes[dim], group.size)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -208,6 +211,9 @@ class VocabParallelEmbedding(_CutEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
+        checked_ids("VocabParallelEmbedding", input)
+        if self._modules or self._forward_pre_hooks:
+            refuse_made(self)
         if self.max_norm is not None:
             renormalise_rows(self.weight, input, self.start, max_norm=self.max_norm, norm_type=self.norm_type)
         rows = lookup(
@@ -237,6 +243,9 @@ class ParallelEmbedding(_CutEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
+        checked_ids("ParallelEmbedding", input)
+        if self._modules or self._forward_pre_hooks:
+            refuse_made(self)
         if self.max_norm is not None:
             renormalise_columns(
                 self.weight, input, self.group, max_norm=self.max_norm, norm_type=self.norm_type

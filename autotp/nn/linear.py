@@ -32,7 +32,7 @@ from autotp.nn.master import (
 )
 from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
-from autotp.part_guard import refuse_parametrized, watch
+from autotp.part_guard import refuse_made, watch
 from autotp.placement import Shard
 from autotp.trace.delegates import adds_nothing
 
@@ -231,8 +231,8 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UsageError(
                 f"ColumnParallelLinear: the input has {_features(input)}, in_features={self.in_features}"
             )
-        if self._modules:
-            refuse_parametrized(self, 0)
+        if self._modules or self._forward_pre_hooks:
+            refuse_made(self)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shares:  # rows that several ranks hold: their gradient is summed over the holders
@@ -331,8 +331,8 @@ class RowParallelLinear(_ParallelLinear):
                 f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
-        if self._modules:
-            refuse_parametrized(self, 1)
+        if self._modules or self._forward_pre_hooks:
+            refuse_made(self)
         return row_product(
             input, self.weight, self.bias, self.group,
             scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,

@@ -9,9 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autotp.comm import Group
+from autotp.derivatives import quick
+from autotp.diagnostic import UsageError
 from autotp.marks import capturing, marked
 
-__all__ = ["lookup", "renormalise_columns", "renormalise_rows"]
+__all__ = ["checked_ids", "lookup", "renormalise_columns", "renormalise_rows"]
+
+
+def checked_ids(name: str, ids: object) -> None:
+    """Raise UsageError for ids that are no tensor, or of a dtype that torch's embeddings do not take."""
+    if not isinstance(ids, Tensor):
+        raise UsageError(f"{name}: ids are a tensor, not {type(ids).__name__}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"{name}: ids are of dtype torch.int64 or torch.int32, not {ids.dtype}")
 
 
 def _positions(
@@ -35,7 +45,6 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         table: Tensor,
         ids: Tensor,
         start: int,
@@ -44,11 +53,14 @@ class _Lookup(torch.autograd.Function):
         scale_grad_by_freq: bool,
         sparse: bool,
     ) -> Tensor:
-        ctx.start, ctx.rows = start, table.shape[0]
-        ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse = padding_idx, scale_grad_by_freq, sparse
-        ctx.save_for_backward(ids)
         position, foreign = _positions(ids, start, table.shape[0], foreign_to=0, vocab_size=vocab_size)
         return F.embedding(position, table).masked_fill_(foreign.unsqueeze(-1), 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        table, ids, ctx.start, _, ctx.padding_idx, ctx.scale_grad_by_freq, ctx.sparse = inputs
+        ctx.rows = table.shape[0]
+        ctx.save_for_backward(ids)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,7 +70,7 @@ class _Lookup(torch.autograd.Function):
         if ctx.padding_idx is not None:
             position = position.masked_fill(ids == ctx.padding_idx, rows)
         if ctx.sparse:
-            position, dy = position.flatten(), dy.flatten(0, -2)
+            position, dy = position.flatten(), dy.reshape(-1, dy.shape[-1])
             own = position < rows
             shape = (rows, dy.shape[-1])
             values = dy[own]
@@ -77,6 +89,9 @@ class _Lookup(torch.autograd.Function):
         return dtable, None, None, None, None, None, None
 
 
+_looked_up = quick(_Lookup)
+
+
 def lookup(
     table: Tensor,
     ids: Tensor,
@@ -93,9 +108,12 @@ def lookup(
     then those raise IndexError as in nn.Embedding (on CUDA a device-side assertion). The other options
     are those of torch.nn.functional.embedding, with the global `padding_idx`, 0 … vocabulary - 1.
 
+    Raises UsageError for ids that are no tensor of int64 or int32.
+
     >>> lookup(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 4, 5]), start=4).tolist()
     [[0.0], [1.0], [2.0]]
     """
+    checked_ids("lookup", ids)
     if capturing():
         return marked(
             lookup,
@@ -108,9 +126,7 @@ def lookup(
             scale_grad_by_freq=scale_grad_by_freq,
             sparse=sparse,
         )
-    rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
-        table, ids, start, vocab_size, padding_idx, scale_grad_by_freq, sparse
-    )
+    rows: Tensor = _looked_up(table, ids, start, vocab_size, padding_idx, scale_grad_by_freq, sparse)
     return rows
 
 
@@ -127,7 +143,8 @@ def renormalise_columns(
 ) -> None:
     """The same for a table of which each rank holds some columns: the norm is that of the whole row."""
     with torch.no_grad():
-        named = ids.unique()  # type: ignore[no-untyped-call]
+        # each row once; compiled code knows no number that depends on ids, and scales a row twice alike
+        named = ids.flatten() if torch.compiler.is_compiling() else ids.unique()  # type: ignore[no-untyped-call]
         rows = F.embedding(named, table)  # an id that is none raises, and does not count from the end
         parts = torch.linalg.vector_norm(rows, norm_type, dim=-1).unsqueeze(0)
         norms = torch.linalg.vector_norm(group.all_gather(parts, 0, [1] * group.size), norm_type, dim=0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autotp import mappings
 from autotp.comm import Group, group_of
+from autotp.derivatives import quick
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.placement import Shard, deal
@@ -39,7 +40,7 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, index: Tensor, held: Tensor, weights: Tensor | None, group: Group
+        logits: Tensor, index: Tensor, held: Tensor, weights: Tensor | None, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
         z = logits.to(_wide(logits.dtype))
         own = [torch.logsumexp(z, -1, keepdim=True), z.gather(-1, index).masked_fill_(~held, 0)]
@@ -50,10 +51,12 @@ class _Statistics(torch.autograd.Function):
         every = mine if group.size == 1 else group.all_gather(mine, 0, [1] * group.size)
         picked = every[..., 1 : 1 + index.shape[-1]].sum(0)
         weighted = every[..., -1].sum(0) if weights is not None else picked.new_zeros(z.shape[0])
-        lse = torch.logsumexp(every[..., 0], 0)
-        ctx.group = group
-        ctx.save_for_backward(logits, index, held, weights, lse)
-        return lse, picked, weighted
+        return torch.logsumexp(every[..., 0], 0), picked, weighted
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.group = inputs
+        ctx.save_for_backward(*tensors, output[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,15 +76,28 @@ class _Statistics(torch.autograd.Function):
         return d.to(logits.dtype), None, None, None, None
 
 
+_statistics = quick(_Statistics)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _check_tensors(name: str, **given: object) -> None:
+    for argument, value in given.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(f"{name}: {argument} must be a tensor, not {type(value).__name__}")
 
 
 def _own_range(
     name: str, logits: Tensor, group: Group, vocab_size: int | None, shard: Shard | None
 ) -> tuple[int, int]:
     """The first id of this rank's part, and the size of the whole vocabulary."""
+    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
+        raise UsageError(f"{name}: vocab_size={vocab_size!r} is no number of ids")
+    if not isinstance(shard, Shard | None):
+        raise UsageError(f"{name}: shard={shard!r} is no Shard")
     if not (logits.is_floating_point() and logits.ndim):
         raise UsageError(
             f"{name}: logits of shape {list(logits.shape)} and {logits.dtype}: floating-point numbers are "
@@ -111,7 +127,9 @@ def _positions(
     name: str, target: Tensor, *, start: int, local: int, whole: int, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Local positions of the targets, which of them this rank holds, and which are ignored."""
-    if target.is_floating_point() or target.dtype == torch.bool:
+    if type(ignore_index) is not int:
+        raise UsageError(f"{name}: ignore_index={ignore_index!r} is no id")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise UsageError(f"{name}: targets are ids of an integer dtype, not {target.dtype}")
     target = target.long()
     ignored = target == ignore_index
@@ -159,6 +177,7 @@ def vocab_parallel_cross_entropy(
     """
     name = "vocab_parallel_cross_entropy"
     group = group_of(group)
+    _check_tensors(name, logits=logits, target=target, **({} if weight is None else {"weight": weight}))
     start, whole = _own_range(name, logits, group, vocab_size, shard)
     local = logits.shape[-1]
     if target.shape not in (logits.shape[:-1], (*logits.shape[:-1], 1)):
@@ -166,8 +185,8 @@ def vocab_parallel_cross_entropy(
             f"{name}: targets of shape {list(target.shape)} do not go with logits of shape "
             f"{list(logits.shape)}: {list(logits.shape[:-1])} is needed"
         )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise UsageError(f"{name}: label_smoothing={label_smoothing} is not between 0 and 1")
+    if type(label_smoothing) not in (int, float) or not 0.0 <= label_smoothing <= 1.0:
+        raise UsageError(f"{name}: label_smoothing={label_smoothing!r} is not between 0 and 1")
     if reduction not in ("none", "mean", "sum"):
         raise UsageError(f"{name}: reduction={reduction!r} is not 'none', 'mean' or 'sum'")
     if weight is not None and weight.shape != (whole,):
@@ -182,7 +201,7 @@ def vocab_parallel_cross_entropy(
     if label_smoothing > 0:
         smoothed = logits.new_ones(local, dtype=wide) if weight is None else weight[start : start + local]
     flat = logits.reshape(-1, local)
-    lse, picked, weighted = _Statistics.apply(flat, position, held, smoothed, group)  # type: ignore[no-untyped-call]
+    lse, picked, weighted = _statistics(flat, position, held, smoothed, group)
     ignored = ignored.squeeze(-1)
     loss = lse - picked.squeeze(-1)
     of_target: Tensor | None = None
@@ -230,6 +249,7 @@ def vocab_parallel_multi_label_cross_entropy(
     """
     name = "vocab_parallel_multi_label_cross_entropy"
     group = group_of(group)
+    _check_tensors(name, logits=logits, labels=labels, weights=weights)
     start, whole = _own_range(name, logits, group, vocab_size, shard)
     local = logits.shape[-1]
     if labels.shape[:-1] != logits.shape[:-1] or weights.shape != labels.shape:
@@ -242,7 +262,7 @@ def vocab_parallel_multi_label_cross_entropy(
         name, labels.reshape(tokens, count), start=start, local=local, whole=whole, ignore_index=ignore_index
     )
     flat = logits.reshape(tokens, local)
-    lse, picked, _ = _Statistics.apply(flat, position, held, None, group)  # type: ignore[no-untyped-call]
+    lse, picked, _ = _statistics(flat, position, held, None, group)
     kept = weights.reshape(tokens, count).to(lse.dtype)
     loss = (kept * (lse.unsqueeze(-1) - picked)).masked_fill(ignored, 0)
     loss = loss.sum(-1, keepdim=True) if sum_labels else loss

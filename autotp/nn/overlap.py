@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from autotp import mappings
 from autotp.comm import Group, sum_into, sum_into_later
+from autotp.derivatives import transformed
 
 __all__ = ["copied_linear"]
 
@@ -59,8 +60,8 @@ def copied_linear(
 
     `overlap` says whether the sum of dX runs while dW is computed; None: on accelerators, and not on the
     CPU, where both would use the same cores. When not both x and weight need a gradient, under autocast
-    (which casts inside linear) and in compiled code (whose compiler orders the collectives) it is the plain
-    pair.
+    (which casts inside linear), under torch.func and in compiled code (whose compiler orders the collectives)
+    it is the plain pair.
 
     >>> from autotp.comm import GroupOfOne
     >>> copied_linear(torch.ones(1, 2), torch.ones(3, 2), None, GroupOfOne()).tolist()
@@ -74,6 +75,7 @@ def copied_linear(
         and x.shape[-1] > 0
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
+        and not transformed()
     )
     if fused:
         if overlap is None:

@@ -6,11 +6,11 @@ sum of their added gradients (Megatron-LM has it by fusing q, k and v into one l
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from autotp import mappings
 from autotp.comm import Group
+from autotp.derivatives import tracked
 from autotp.marks import capturing
 
 __all__ = ["SharedCopy"]
@@ -41,7 +41,7 @@ class SharedCopy:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x`, whose gradient is summed over the ranks, once for all readers."""
-        if not capturing() and not (torch.is_grad_enabled() and x.requires_grad):
+        if not capturing() and not tracked(x):
             return x
         if self.source is not x or self.value is None:
             self.source, self.value, self.left = x, mappings.copy(x, self.group), self.readers

@@ -50,6 +50,7 @@ __all__ = [
     "sizes",
     "storage",
     "symbolic",
+    "transformed",
     "wrapped",
 ]  # fmt: skip
 
@@ -249,10 +250,19 @@ def only_fakes() -> bool:
     hook on what autograd saves, or forward derivative, nor in inference mode."""
     return (
         torch._C._len_torch_dispatch_stack() == 1
-        and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        and torch.autograd.forward_ad._current_level < 0
+        and not transformed()
         and not torch.is_inference_mode_enabled()
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def transformed() -> bool:
+    """Whether a transform of torch.func or a forward derivative is under way: also of one that is compiled,
+    since the compiler begins it where it sees it, and asks here."""
+    return (
+        torch.autograd.forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
