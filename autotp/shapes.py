@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from autotp.agreement import disagreeing
 from autotp.analysis import NAMES_AND_SHAPES, Analysis
 from autotp.collectives import expected_collectives
 from autotp.cost import cost_findings
@@ -23,7 +24,7 @@ def analyze_shapes(inventory: Inventory, plan: Plan, *, tp: int, plan_name: str 
     tp. Layouts are not proven, and collectives are those that the styles imply.
     """
     matches = match(plan, inventory, tp)
-    findings = matches.diagnostics
+    findings = (*matches.diagnostics, *disagreeing(matches, inventory))
     if matches.layouts or not errors(findings):  # a plan without one right rule has its errors already
         findings += cost_findings(inventory, matches, matches.layouts)
     return Analysis(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotp.agreement import disagreeing
 from autotp.checkpoint.folder import read_config
 from autotp.checkpoint.inventory import describe_tensors
 from autotp.checkpoint.names import resolve
@@ -132,12 +133,13 @@ def decide_layouts(
         raise UsageError(f"check is 'layouts' or 'shapes', not {check!r}")
     if model is not None and check != "layouts":
         raise UsageError('a model is given to prove the plan on, which check="shapes" leaves out')
-    matches = match(plan, describe_tensors(entries, config, name=source.name), tp)
+    stored = describe_tensors(entries, config, name=source.name)
+    matches = match(plan, stored, tp)
     there = {entry.name: entry for entry in entries}
     if check == "layouts":
         layouts = _proven(source, there, described_model(source, config, model), inputs, matches)
-    elif errors(matches.diagnostics):
-        raise PlanError(matches.diagnostics)
+    elif errors(found := (*matches.diagnostics, *disagreeing(matches, stored))):
+        raise PlanError(found)
     else:
         layouts = {name: shard for name, shard in matches.layouts.items() if name in there}
     for name in layouts:
