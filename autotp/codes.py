@@ -72,7 +72,7 @@ CODES: dict[str, Code] = {
         "Take a tp that works; kv heads may be shared where the query heads beside them are declared.",
     ),
     "AT204": Code(
-        "The declared heads or sections do not fit the tensor's size, or a row layer those of the layers before.",
+        "The declared heads or sections do not fit the tensor's size, or the layers before a row layer.",
         "Declare what the layer holds; sizes can be config keys.",
     ),
     "AT205": Code(
