@@ -68,7 +68,7 @@ def _gives(shard: Shard, width: int, size: int) -> list[Cut]:
     """The cuts of `size` features that a column layer gives: all of its own, or those of a piece."""
     whole = _cut(shard, width)
     lengths = [n for n, _ in shard.pieces(width)]
-    parts = [(piece,) for n, piece in zip(lengths, whole, strict=True) if n == size]
+    parts: list[Cut] = [(piece,) for n, piece in zip(lengths, whole, strict=True) if n == size]
     return parts if width != size else [whole, *parts]
 
 
