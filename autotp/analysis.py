@@ -25,7 +25,7 @@ from autotp.rewrite.edits.edit import Edits
 if TYPE_CHECKING:
     from autotp.match import Matches
     from autotp.plan import Plan
-    from autotp.propagate.given import Guard
+    from autotp.propagate.given import Proven
     from autotp.propagate.reads import Read
     from autotp.propagate.regions import Region
     from autotp.trace.inputs import Samples
@@ -70,7 +70,7 @@ class Analysis:
     - `forward`      a hash of the traced forwards, in which ranks must agree
     - `branches`     branches of functions that handle sharded values which no mode took: not proven
     - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
-    - `given`        the flags and numbers that the forward was given in the traces, and `samples` with what
+    - `given`        the calls of the model that were traced, and later proven; `samples` with what
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
     """
 
@@ -98,7 +98,7 @@ class Analysis:
     edits: str = ""
     code: Edits = field(default_factory=Edits)
     plan_name: str = ""
-    given: Guard | None = None
+    given: Proven | None = None
     samples: Samples | None = None
 
     @property

@@ -14,6 +14,7 @@ from autotp.collectives import Collective, collectives_of
 from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.plan import Plan
+from autotp.propagate.given import Proven
 from autotp.propagate.reads import held_reads
 from autotp.prove import Proof, prove
 from autotp.rewrite.apply import refuse_sharded
@@ -49,11 +50,9 @@ def decide_with_proof(
     inputs: Any = None,
     check: str = "layouts",
     every: bool = False,
-    all_run: bool = True,
 ) -> tuple[Analysis, Proof | None]:
     """What `decide` gives, and the proof it rests on: None where names and shapes already refuse the plan.
-    With `every` its traces have every layer, also those that repeat others; without `all_run` it is no fault
-    that they leave out layers of the plan."""
+    With `every` its traces have every layer, also those that repeat others."""
     check_name(check)
     if not isinstance(model, nn.Module):
         raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
@@ -72,7 +71,7 @@ def decide_with_proof(
     if not analysis.ok:
         return analysis, None
     samples = make(model, inputs)
-    proof = prove(model, analysis.matches, stock, samples, every=every, all_run=all_run)
+    proof = prove(model, analysis.matches, stock, samples, every=every)
     return replace(_proven(analysis, proof), samples=samples), proof
 
 
@@ -132,8 +131,13 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         forward=_digest(proof) if proven else "",
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,
-        given=proof.given if proven else None,
+        given=Proven(proof.given, proof.names, _written(proof)) if proven and proof.given else None,
     )
+
+
+def _written(proof: Proof) -> frozenset[str]:
+    """The attributes of modules that the forward writes."""
+    return frozenset(place for whole in proof.propagations.values() for place in whole.trace.kept)
 
 
 def _digest(proof: Proof) -> str:

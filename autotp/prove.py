@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autotp.analysis import Branch
+from autotp.analysis import Analysis, Branch
 from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
@@ -28,7 +28,7 @@ from autotp.propagate.compared import asked_of_cuts, comparisons
 from autotp.propagate.diagnose import diagnose
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
-from autotp.propagate.given import Guard, guard_of
+from autotp.propagate.given import Traced, calls_of, guard_of
 from autotp.propagate.mapped import counted
 from autotp.propagate.merged import merged, sums
 from autotp.propagate.ops import draws
@@ -36,17 +36,18 @@ from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, marks, spread
+from autotp.rewrite.attributes import names_in
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
-from autotp.trace.graph import Trace, TraceError, tensors_in
+from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Captured, Mode, capture_modes
 from autotp.trace.untouched import untouched
 from autotp.trace.witnesses import sizes_said, witnesses
 
-__all__ = ["Proof", "prove"]
+__all__ = ["Proof", "prove", "prove_call"]
 
 ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for what was seen
 
@@ -66,7 +67,7 @@ class Proof:
     partial, `branches` those of the code
     that handles sharded values which no mode took. `random_common` are modules inside of those in `random`
     that draw what all ranks share, `resting` those whose dropout on a shard has the rate 0.
-    `given` is what the model was called with.
+    `given` are the calls of the model that were traced, `names` those in the code that ran.
     """
 
     cuts: dict[str, Shard]
@@ -89,7 +90,8 @@ class Proof:
     edits: Edits = field(default_factory=Edits)
     mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
     unreduced: frozenset[str] = frozenset()
-    given: Guard | None = None
+    given: frozenset[Traced] = frozenset()
+    names: frozenset[str] = frozenset()
 
 
 def prove(
@@ -100,29 +102,47 @@ def prove(
     *,
     found: Captured | None = None,
     every: bool = False,
-    all_run: bool = True,
 ) -> Proof:
     """Trace `module` in every mode and give every value a layout, on every rank.
 
     `found` are its traces, where there are some already. Layers that repeat each other are recorded once,
-    unless the graph of `every` one is wanted or `found`, or there is something to say of any. Unless
-    `all_run`, layers of the plan may stay unproven where no trace runs them. Never raises for a plan or a
-    model that cannot be proven: the proof's diagnostics say so.
+    unless the graph of `every` one is wanted or `found`, or there is something to say of any. Never raises
+    for a plan or a model that cannot be proven: the proof's diagnostics say so.
     """
     every = every or (found is not None and not found.layers.groups)
     layers = Layers() if every else Layers.of(module, marks(matches))
     known = found if found is not None and found.layers.groups == layers.groups else None
     with untouched(module), _uncollected():
         if layers.groups:
-            prover = _Prover(module, matches, inventory, samples, layers, all_run)
+            prover = _Prover(module, matches, inventory, samples, layers)
             with contextlib.suppress(Unlike, TraceError):
                 prover.run(known or capture_modes(module, samples, layers))
                 if not prover.repeats or not errors(prover.proof.diagnostics):
                     return prover.proof
             known = None
-        prover = _Prover(module, matches, inventory, samples, Layers(), all_run)
+        prover = _Prover(module, matches, inventory, samples, Layers())
         prover.run(known or capture_modes(module, samples))
         return prover.proof
+
+
+def prove_call(module: nn.Module, before: Analysis, mode: Mode) -> Proof:
+    """Whether one more `mode` of `module` is proven by the decisions of `before`: with their cuts, reads,
+    regions and edits. The proof says which others it would take.
+
+    Raises TraceError when it cannot be traced.
+    """
+    matches, inventory = before.matches, before.inventory
+    samples = Samples(mode.args, mode.kwargs, "given") if mode.then is None else Samples((), {}, "given")
+    layers = Layers() if before.code or before.unreduced else Layers.of(module, marks(matches))
+    for each in (layers, Layers()):
+        with untouched(module), _uncollected(), contextlib.suppress(Unlike):
+            trace = mode.capture(module, layers=each)
+            found = Captured([(mode, trace)], layers=each, given=[(mode, trace.given.get("", []))])
+            prover = _Prover(module, matches, inventory, samples, each, (before, mode))
+            prover.run(found)
+            if not prover.repeats or not errors(prover.proof.diagnostics):
+                return prover.proof
+    raise AssertionError("without repeated layers nothing is unlike")
 
 
 @contextlib.contextmanager
@@ -145,9 +165,9 @@ class _Prover:
         inventory: Inventory,
         samples: Samples,
         layers: Layers,
-        all_run: bool,
+        stands: tuple[Analysis, Mode] | None = None,
     ) -> None:
-        self.all_run = all_run
+        self.stands = stands
         self.module, self.matches, self.samples, self.layers = module, matches, samples, layers
         self.repeats = False  # whether a trace leaves out any layer
         self.first = dict(inventory.aliases)
@@ -164,6 +184,12 @@ class _Prover:
         cuts = matches.layouts if matches.tp > 1 else {}
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
         self.proof.reads = held_reads(matches, self.first)
+        if stands is not None:
+            before, _ = stands
+            self.proof.cuts = {self.first.get(n, n): cut for n, cut in before.layouts.items()}
+            self.proof.reads = {read.name: read for read in before.reads}
+            self.proof.regions = {region.path: region for region in before.regions}
+            self.proof.edits = before.code
         self.reached: set[str] = set()
         self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
 
@@ -180,7 +206,7 @@ class _Prover:
             propagated = self._merged(traces, modes, propagated) or propagated
         ran = [(mode, propagated[mode.name]) for mode in modes]
         if not proof.unreduced and not any(whole.findings for _, whole in ran):
-            self.proof.edits = self._runs().solve([(mode, whole) for mode, whole in ran if whole.cuts])
+            self._solve(ran)
         proof.propagations, proof.covered = propagated, found.covered
         for mode, whole in ran:
             if whole.findings:
@@ -188,26 +214,29 @@ class _Prover:
                 return
             self._keep(mode.name, whole, training=mode.training)
         proof.diagnostics += self._at_other_sizes([whole for _, whole in ran])
-        self._guard([trace for _, trace in found.traces])
+        self._guard(found)
         if both := sorted(proof.copied & proof.uncopied):
             proof.diagnostics.append(copied_at_times(both[0]))
         proof.modes += found.covered
         proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
         proof.shared = self._shared()
-        if found.traces and self.all_run:
+        if found.traces and self.stands is None:
             proof.diagnostics += unreached_layers(self.matches, self.reached, self.first)
         proof.diagnostics += not_run(found)
 
-    def _guard(self, traces: list[Trace]) -> None:
+    def _guard(self, found: Captured) -> None:
         """The model, and a region of raw tensors, may be called as in the traces: another flag may choose
         another way."""
-        if traces and self.proof.cuts:
-            self.proof.given = guard_of("", traces, ())
+        if found.traces and self.proof.cuts:
+            self.proof.given = calls_of(found)
+            self.proof.names = names_in(
+                code for code, _ in found.watched.ran if not code.co_filename.startswith("<")
+            )
         layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
         raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}
         for path, region in self.proof.regions.items():
             if any(name.startswith(f"{path}." if path else "") for name in raw):
-                guard = guard_of(path, traces, _sizes(self.samples))
+                guard = guard_of(path, [trace for _, trace in found.traces])
                 self.proof.regions[path] = replace(region, guard=guard)
 
     def _shared(self) -> tuple[tuple[str, ...], ...]:
@@ -262,7 +291,7 @@ class _Prover:
     ) -> dict[str, Propagation] | None:
         """The layouts with one reduce after the sum of parallel branches, proven on every rank; None where
         there are none, or the code cannot be edited so."""
-        rows = merged(before.values())
+        rows = merged(before.values()) if self.stands is None else frozenset(self.stands[0].unreduced)
         if not rows:
             return None
         if self.repeats:
@@ -271,10 +300,12 @@ class _Prover:
         found = self._propagated(traces, rows, _meeting(before, rows))
         ran = [(mode, found[mode.name]) for mode in modes if mode.name in found]
         if len(ran) == len(modes) and not any(whole.findings for _, whole in ran):
-            self.proof.edits = self._runs().solve([(mode, whole) for mode, whole in ran if whole.cuts])
+            self._solve(ran)
             if not any(whole.findings for _, whole in ran):
                 self.proof.unreduced = rows
                 return found
+        if self.stands is not None:
+            return found
         self.proof.cuts, self.proof.reads, self.proof.regions = settled
         self.proof.edits = Edits()
         return None
@@ -308,6 +339,24 @@ class _Prover:
         proof.diagnostics += [d for d in notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
+    def _solve(self, ran: list[tuple[Mode, Propagation]]) -> None:
+        """Prove every rank, with the edits that it takes, or with those that stand."""
+        modes = [(mode, whole) for mode, whole in ran if whole.cuts]
+        if self.stands is None:
+            self.proof.edits = self._runs().solve(modes)
+        else:
+            self._runs().check(modes, self.proof.edits, as_it_runs=True)
+
+    def _captured(self, samples: Samples) -> list[tuple[Mode, Trace]]:
+        """The traces with other samples."""
+        layers = self.layers if self.repeats else None
+        if self.stands is None:
+            return capture_modes(self.module, samples, layers).traces
+        mode = replace(self.stands[1], args=samples.args, kwargs=samples.kwargs)
+        with contextlib.suppress(TraceError):
+            return [(mode, mode.capture(self.module, layers=layers))]
+        return []
+
     def _runs(self) -> RankRuns:
         return RankRuns(
             self.module, self.matches, self.shapes, self.first, self.layers if self.repeats else None
@@ -316,9 +365,8 @@ class _Prover:
     def _at_other_sizes(self, ran: list[Propagation]) -> list[Diagnostic]:
         """What is found with inputs of the sizes that the model's code asks anything of."""
         asked = {pair for whole in ran for pair in asked_of_cuts(whole)}
-        layers = self.layers if self.repeats else None
         for samples in witnesses(self.module, self.samples, asked) if asked else ():
-            failed = self._failing(capture_modes(self.module, samples, layers).traces)
+            failed = self._failing(self._captured(samples))
             if failed is not None and self.repeats:
                 raise Unlike
             if failed is not None:
@@ -358,13 +406,6 @@ def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:
 
 def _is_part(whole: Propagation, node: fx.Node) -> bool:
     return not is_whole(whole.layouts.get(node, [INVARIANT])[0])
-
-
-def _sizes(samples: Samples) -> set[int]:
-    """The sizes of the inputs of every trace."""
-    every = [samples, *samples.also, *([samples.pair] if samples.pair is not None else [])]
-    given = [value for one in every for value in (*one.args, *one.kwargs.values(), *one.labels.values())]
-    return {size for _, tensor, _ in tensors_in(given) for size in tensor.shape}
 
 
 def _within(path: str, root: str) -> bool:

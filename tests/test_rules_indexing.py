@@ -83,6 +83,13 @@ CASES = {
         tensor(2, 6),
         takes=((cut(1), INVARIANT, cut(1)), (PARTIAL, INVARIANT, PARTIAL)),
     ),
+    "index_copy": of(
+        lambda x, i, y: x.index_copy(0, i, y),
+        tensor(4, 6),
+        TWO,
+        tensor(2, 6),
+        takes=((cut(1), INVARIANT, cut(1)), (PARTIAL, INVARIANT, PARTIAL)),
+    ),
     "index_add into zeros": of(
         lambda i, y: torch.zeros(4, 6, dtype=f64).index_add(0, i, y, alpha=2),
         SAME,

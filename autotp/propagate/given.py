@@ -1,4 +1,5 @@
-"""What a module was called with in the traces: flags, numbers, None. Another one may take another way.
+"""What the model and its regions were called with in the traces, in words (`trace/signature.py`). Another
+call may take another way.
 
 A guard stands at the border of each region of raw tensors (`rewrite/specialise.py`) and at the model itself
 (`rewrite/called.py`).
@@ -6,70 +7,157 @@ A guard stands at the border of each region of raw tensors (`rewrite/specialise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from autotp.trace.graph import Trace
+from autotp.trace.graph import Repeat, Trace
+from autotp.trace.modes import Captured
+from autotp.trace.signature import GRADIENT, FromInput, Words, coarse, with_gradient
 
-__all__ = ["TENSOR", "Guard", "flag", "guard_of", "is_number"]
+__all__ = ["Call", "Guard", "Proven", "Traced", "calls_of", "guard_of"]
 
-TENSOR = "a tensor"
+Call = frozenset[tuple[str, str]]
+"""The words of a call."""
+FREE = "a number"
 
 
 @dataclass(frozen=True)
-class Guard:
-    """What the calls of a module were given in the traces: argument -> the flags, numbers and None that were
-    seen there, or "a tensor". Any number may stand at the `free` ones."""
+class Traced:
+    """A call of the model that was traced: in training or evaluation, with or without gradients."""
 
-    seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    training: bool
+    gradients: bool
+    words: Call
+
+
+@dataclass
+class Proven:
+    """The calls of a model that are proven: those of the traces, and what was proven since. All ranks in one
+    process learn together, and so do copies of a model.
+
+    `free` are the arguments in whose place any number may stand; `states` the calls that were proven with
+    other attributes of the model than when it was sharded. `names` are those in the code that the traces
+    ran, `written` the attributes that the forward itself writes.
+    """
+
+    calls: frozenset[Traced]
+    names: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
+    states: dict[str, set[Traced]] = field(default_factory=dict)
 
-    def unseen(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a call no trace has shown; nothing for a call like the traced ones."""
-        return {
-            place: value
-            for place, value in given.items()
-            if flag(value) not in self.seen.get(place, ()) and not (is_number(value) and place in self.free)
-        }
+    def holds(self, state: str, call: Traced) -> bool:
+        """Whether a call is proven; what is proven with gradients is without."""
+        known = self.states.setdefault(state, set())
+        every = frozenset((place, with_gradient(word)) for place, word in call.words)
+        alike = (call, replace(call, gradients=True), replace(call, gradients=True, words=every))
+        return any(one in known or (not state and one in self.calls) for one in alike)
+
+    def call(self, training: bool, gradients: bool, words: Words) -> Traced:
+        """A call as it is remembered."""
+        return Traced(training, gradients, _with_free(words, self.free))
+
+    def learn(self, state: str, call: Traced, free: frozenset[str]) -> None:
+        """Remember a call that was proven, with any number at the `free` places."""
+        self.states.setdefault(state, set()).add(call)
+        if free:
+            self.free |= free
+            self.states[state].add(replace(call, words=_with_free(dict(call.words), free)))
+
+    def unlike(self, words: Words) -> list[str]:
+        """The places of a call where no trace had the like."""
+        known = frozenset[tuple[str, str]]().union(*(call.words for call in self.calls))
+        return [
+            place for place, word in words.items()
+            if (place, word) not in known and (place, with_gradient(word)) not in known
+        ]  # fmt: skip
 
     def shown(self, place: str) -> str:
         """What the traces gave an argument, in words."""
-        values = sorted(self.seen.get(place, ()))
-        return f"with {place}={' and '.join(values)}" if values else "without it"
+        every = {word for call in self.calls for where, word in call.words if where == place}
+        found = sorted({word.removesuffix(GRADIENT) for word in every})
+        return f"with {place}={' and '.join(found)}" if found else "without it"
 
-    def __or__(self, other: Guard) -> Guard:
-        """What either of them shows."""
-        none: frozenset[str] = frozenset()
-        places = dict.fromkeys([*self.seen, *other.seen])
-        seen = {place: self.seen.get(place, none) | other.seen.get(place, none) for place in places}
-        return Guard(seen, self.free | other.free)
+    def __deepcopy__(self, memo: object) -> Proven:
+        return self
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value counts or measures, and is no flag."""
-    return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
+@dataclass
+class Guard:
+    """How a region was called in the traces, and in calls that were proven since. At the `free` places stood
+    numbers that the model's code made of sizes of its inputs: any may stand there. At those of `follows`
+    they came from these arguments of the model, and are free where those are."""
+
+    calls: frozenset[Call] = frozenset()
+    free: frozenset[str] = frozenset()
+    follows: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def unlike(self, words: Words) -> dict[str, str]:
+        """What of a call no trace has shown, by place: all of it where only its words together are new;
+        nothing for a call like the traced ones."""
+        call = _call(words, self.free)
+        if call in self.calls:
+            return {}
+        known = frozenset[tuple[str, str]]().union(*self.calls)
+        return dict(sorted(call - known or call))
+
+    def learn(self, other: Guard, free: frozenset[str]) -> None:
+        """Let through what another one does, too, and any number of these arguments of the model."""
+        self.follows = {**other.follows, **self.follows}
+        released = {place for place, names in self.follows.items() if names <= free}
+        self.free |= other.free | released
+        self.calls = frozenset(_call(dict(call), self.free) for call in self.calls | other.calls)
+
+    def __deepcopy__(self, memo: object) -> Guard:
+        return self
 
 
-def flag(value: Any) -> str:
-    """A value as a guard remembers it."""
-    return TENSOR if isinstance(value, type) else repr(value)
+def guard_of(path: str, traces: Iterable[Trace]) -> Guard:
+    """The guard of a module from all traced calls."""
+    given = [words for trace in traces for words in _given(path, trace)]
+    made: dict[str, frozenset[str]] = {}
+    for place in {place for words in given for place in words}:
+        found = [words[place] for words in given if place in words]
+        from_input = [word.arguments for word in found if isinstance(word, FromInput)]
+        if len(from_input) == len(found):
+            made[place] = frozenset[str]().union(*from_input)
+    free = frozenset(place for place, names in made.items() if not names)
+    follows = {place: names for place, names in made.items() if names}
+    return Guard(frozenset(_call(words, free) for words in given), free, follows)
 
 
-def guard_of(path: str, traces: Iterable[Trace], sizes: Iterable[int]) -> Guard:
-    """The guard of a module from all traced calls. Whole numbers that are multiples of one of `sizes`, those
-    of the inputs, change with the inputs, and are no flags."""
-    sizes = [size for size in sizes if size > 1]
-    seen: dict[str, set[str]] = {}
-    free: set[str] = set()
-    for given in (given for trace in traces for given in trace.given.get(path, [])):
-        for place, value in given.items():
-            seen.setdefault(place, set()).add(flag(value))
-            if (
-                isinstance(value, int)
-                and is_number(value)
-                and value
-                and any(value % size == 0 for size in sizes)
-            ):
-                free.add(place)
-    return Guard({place: frozenset(flags) for place, flags in seen.items()}, frozenset(free))
+def calls_of(found: Captured) -> frozenset[Traced]:
+    """The calls of the model itself in every mode that was traced."""
+    return frozenset(
+        Traced(mode.training, mode.grad, frozenset(words.items()))
+        for mode, given in found.given
+        for words in given
+    )
+
+
+def _with_free(words: Words, free: frozenset[str]) -> Call:
+    return frozenset((place, FREE if place in free and _counts(w) else w) for place, w in words.items())
+
+
+def _counts(word: str) -> bool:
+    """Whether a word is that of a number."""
+    return word.lstrip("-")[:1].isdigit()
+
+
+def _call(words: Words, free: frozenset[str] | set[str]) -> Call:
+    return frozenset((place, FREE if place in free else coarse(word)) for place, word in words.items())
+
+
+def _given(path: str, trace: Trace) -> Iterator[Words]:
+    """The calls of a module. One in a layer that repeats another is called as that one's is: of it the
+    recording knows where numbers come from."""
+    repeat = next((r for r in trace.repeats if _within(path, r.path)), None)
+    yield from trace.given.get(path if repeat is None else _there(path, repeat), ())
+
+
+def _within(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}.")
+
+
+def _there(path: str, repeat: Repeat) -> str:
+    return f"{repeat.of}{path[len(repeat.path) :]}"

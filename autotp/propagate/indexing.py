@@ -128,7 +128,7 @@ def _index_select(call: Call) -> Layout:
 
 
 def _index_add(call: Call) -> Layout:
-    """Rows added at whole positions."""
+    """Rows added, or put, at whole positions."""
     value, rows = call["self"], call["source"]
     _whole_places(call, [call["index"]])
     if rows.partial and value.partial:
@@ -185,7 +185,7 @@ INDEXING = {
     "index": _index,
     "index_put": _index_put,
     "index_select": _index_select,
-    "index_add": _index_add,
+    **dict.fromkeys(["index_add", "index_copy"], _index_add),
     **dict.fromkeys(["gather", "take_along_dim", "scatter", "scatter_add"], _elementwise_places),
     "one_hot": _one_hot,
     "bucketize": _bucketize,

@@ -25,7 +25,7 @@ from autotp.part_guard import watch
 from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_common_stream, use_rank_stream
-from autotp.rewrite.called import Called
+from autotp.rewrite.called import guard_calls
 from autotp.rewrite.rates import watch_rates
 from autotp.rewrite.same_inputs import compare_inputs
 from autotp.rewrite.specialise import specialise
@@ -87,12 +87,18 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 def apply(
-    model: nn.Module, analysis: Analysis, group: Group, *, cut: bool = True, check_inputs: int | None = 0
+    model: nn.Module,
+    analysis: Analysis,
+    group: Group,
+    *,
+    cut: bool = True,
+    check_inputs: int | None = 0,
+    guarded: bool = True,
 ) -> nn.Module:
     """Make `model` this rank's part of itself. `analysis.ok` holds, for `group.size` ranks.
 
     Without `cut` its tensors are this rank's parts already. The ranks' inputs are compared in the first
-    `check_inputs` forwards.
+    `check_inputs` forwards. Unless `guarded` it takes any call, proven or not.
     """
     assert analysis.ok and analysis.tp == group.size
     shapes = {n: t.shape for n, t in analysis.inventory.tensors().items() if n in analysis.layouts}
@@ -126,9 +132,7 @@ def apply(
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
         compare_inputs(model, group, check_inputs, analysis.draws)
-        guard = Called(model, analysis) if cut and analysis.given is not None else None
-        if guard is not None:
-            model.register_forward_pre_hook(guard, with_kwargs=True)
+        guard = guard_calls(model, analysis) if cut and guarded else None
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save
     changed = changes(model, before)

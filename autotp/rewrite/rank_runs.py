@@ -16,6 +16,7 @@ from autotp.propagate import dual
 from autotp.propagate.as_rank import distinct_ranks, trace_rank
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.repeated import Unlike, same_repeats
+from autotp.rewrite.edits.bind import Observed
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.edits.slow import slow
 from autotp.rewrite.edits.solve import Modes, failing, solve
@@ -53,14 +54,15 @@ class RankRuns:
             next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
         return edits
 
-    def check(self, modes: Modes, edits: Edits) -> None:
-        """Prove each rank's run with these edits; a finding goes to its mode.
+    def check(self, modes: Modes, edits: Edits, *, as_it_runs: bool = False) -> None:
+        """Prove each rank's run with these edits; a finding goes to its mode. `as_it_runs` an edit raises for
+        what it has not met.
 
         Raises Unlike where repeated layers are left out, and a rank does not run its part.
         """
         ranks = self._ranks(modes)
         if self.layers is None:
-            failed = failing(self.module, modes, ranks, self._run, edits)
+            failed = failing(self.module, modes, ranks, self._run, edits, None if as_it_runs else Observed())
             if failed is not None:
                 next(whole for mode, whole in modes if mode.name == failed[0]).findings.append(failed[2])
             return

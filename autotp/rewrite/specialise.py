@@ -9,8 +9,9 @@ class keeps its name, `isinstance` holds, deepcopy and pickle make it anew.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from torch.utils import _pytree as pytree
 from autotp import mappings
 from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath
-from autotp.propagate.given import flag
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.edits.bind import methods
 from autotp.rewrite.edits.edit import Edits
-from autotp.trace.graph import called, given_in, named_place, parameters_of, tensors_in
+from autotp.trace.graph import called, named_place, numbers_in, parameters_of, tensors_in
+from autotp.trace.signature import signature
 
-__all__ = ["also_given", "specialise"]
+__all__ = ["specialise"]
 
 _KEY = "_autotp_own"
 
@@ -77,14 +78,6 @@ def specialise(
         module = model.get_submodule(path)
         module.__class__ = made[path]
         module.__dict__[_KEY] = own
-
-
-def also_given(model: nn.Module, regions: Iterable[Region]) -> None:
-    """Let the regions of a model be called as further traces have shown, too."""
-    for region in regions:
-        own: _Own = model.get_submodule(region.path).__dict__[_KEY]
-        if own.region is not None and own.region.guard is not None and region.guard is not None:
-            own.region = replace(own.region, guard=own.region.guard | region.guard)
 
 
 _Described = tuple[type[nn.Module], tuple[str, ...], bool, Edits, int, Group | None]
@@ -154,6 +147,7 @@ def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
 
 
 def _forward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own: _Own = self.__dict__[_KEY]
         assert own.region is not None
@@ -162,17 +156,17 @@ def _forward(inner: Callable[..., Any]) -> Callable[..., Any]:
             new = _mapped(given, own, own.copied, mappings.copy, "is called with")
             args, kwargs = _replaced((args, kwargs), new)
         if own.region.guard is not None:
-            _guarded(own.region, own.region.guard.unseen(given_in(given)))
+            _guarded(own.region, own.region.guard.unlike(signature(own.parameters, args, kwargs)))
         output = inner(self, *args, **kwargs)
         return _replaced(output, _mapped(output, own, own.region.reduced, mappings.reduce, "returns"))
 
     return forward
 
 
-def _guarded(region: Region, unseen: Mapping[str, Any]) -> None:
-    """Raise for a call that no trace has shown: another flag, a tensor for None."""
-    if unseen:
-        told = ", ".join(f"{place}={flag(value)}" for place, value in unseen.items())
+def _guarded(region: Region, unlike: Mapping[str, str]) -> None:
+    """Raise for a call that no trace has shown: another flag, a tensor for None, two flags together."""
+    if unlike:
+        told = ", ".join(f"{place}={word}" for place, word in unlike.items())
         raise UnprovenPath(
             f"{region.path or 'the model'} is called in another way than when its plan was proven: with "
             f"{told}; shard the model with inputs= that call it this way"
@@ -190,7 +184,7 @@ def _mapped(
     found = {place: tensor for place, tensor, _ in tensors_in(value)}
     missing = sorted(places - found.keys())
     if missing:
-        none = {place for place, other in given_in(value).items() if other is None}
+        none = {place for place, other in numbers_in(value).items() if other is None}
         missing = [place for place in missing if place not in none]
     if missing:
         raise UnprovenPath(

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, called, given_in, parameters_of, tensors_in
+from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, parameters_of, tensors_in
 from autotp.trace.layers import Layers
 from autotp.trace.repeats import Repeats
+from autotp.trace.signature import signature
 from autotp.trace.source import error_span
 from autotp.trace.values import Known, Values, val_of
 
@@ -61,7 +62,7 @@ class Calls(Values):
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
             call = self._counts[path] = self._counts.get(path, -1) + 1
-            self.trace.given.setdefault(path, []).append(given_in(called(parameters, args, kwargs)))
+            self.trace.given.setdefault(path, []).append(signature(parameters, args, kwargs))
             self.stack.append((path, call))
             try:
                 return self.repeats.around(path, call, body, *args, **kwargs)

@@ -39,6 +39,7 @@ def capture(
     like: Trace | None = None,
     guide: Guide | None = None,
     layers: Layers | None = None,
+    as_given: bool = False,
 ) -> Trace:
     """The trace of one forward of `module`; the arguments are those of `recorder.record`.
 
@@ -57,7 +58,7 @@ def capture(
                 module, args, kwargs,
                 grad=grad, shapes=shapes, before=before, after=after,
                 exporting=exporting, compiling=compiling, then=then, opaque=opaque, guide=guide,
-                layers=layers,
+                layers=layers, as_given=as_given,
             )  # fmt: skip
         except TraceError as error:
             first = first or error

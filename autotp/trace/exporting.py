@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from autotp.trace.calls import Boundary
-from autotp.trace.graph import called, given_in, numbers_in, parameters_of, tensors_in
+from autotp.trace.graph import numbers_in, parameters_of, tensors_in
+from autotp.trace.signature import Words, signature
 
 __all__ = ["Watch"]
 
@@ -49,7 +50,7 @@ class Watch:
 
     def __init__(self, root: nn.Module, before: Boundary | None, after: Boundary | None) -> None:
         self.calls: dict[str, int] = {}
-        self.given: dict[str, list[dict[str, Any]]] = {}
+        self.given: dict[str, list[Words]] = {}
         self.returned: dict[str, Any] = {}
         self.outputs: list[tuple[str, bool]] = []
         self.failed = ""
@@ -72,7 +73,7 @@ class Watch:
                 self.calls.clear()
                 self.given.clear()
             self.calls[path] = call = self.calls.get(path, 0) + 1
-            self.given.setdefault(path, []).append(given_in(called(parameters, args, kwargs)))
+            self.given.setdefault(path, []).append(signature(parameters, args, kwargs))
             _border(path, call - 1, "entered", (args, kwargs))
             try:
                 if before is not None:

@@ -37,8 +37,10 @@ def faked(
     *,
     grad: bool,
     shapes: Mapping[str, tuple[int, ...]],
+    as_given: bool = False,
 ) -> Iterator[Faked]:
-    """Put fake tensors in the place of every parameter, buffer and input (shared ones stay shared)."""
+    """Put fake tensors in the place of every parameter, buffer and input (shared ones stay shared). With
+    `grad` every floating one requires a gradient; of the inputs `as_given` those that do."""
     fakes = Fakes()
     names: dict[int, tuple[str, str]] = {}
     made: dict[int, torch.Tensor] = {}
@@ -72,7 +74,7 @@ def faked(
     for _, tensor, _ in tensors_in((args, dict(kwargs))):
         if id(tensor) not in made:
             new = fakes.made(tuple(tensor.shape), tensor.dtype, tensor.device)
-            if grad and _differentiable(tensor):
+            if grad and _differentiable(tensor) and (tensor.requires_grad or not as_given):
                 # Not a leaf, so that a forward may write into it.
                 with fakes.mode:
                     new = new.requires_grad_().view_as(new)

@@ -19,8 +19,8 @@ from autotp.diagnostic import Span
 from autotp.trace.noted import Compared, plain
 
 __all__ = [
-    "GRADIENT", "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "given_in",
-    "named_place", "numbers_in", "parameters_of", "tensors_in",
+    "GRADIENT", "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "is_cache",
+    "named_place", "numbers_in", "parameters_of", "parts_of", "tensors_in",
 ]  # fmt: skip
 
 
@@ -110,13 +110,13 @@ class Trace:
     - on `get_attr`, `name` and `origin`: "parameter", "buffer", "constant" or "unknown".
 
     `entered` and `left` hold, for each module and each of its calls, the tensors that went in and came out:
-    (place among the arguments or in the result, node). `given` holds what `given_in` says of each call, also
-    in the modes that this trace covers; `returned` what the forward gives back besides tensors, `kept` what
-    else it left on attributes of modules, each number by its place. `calls` says how often each module ran in
-    the (last) forward, `stored` what tensors the forward left on attributes of modules, `opaque` the modules
-    that were not looked into, `route` how the trace was made: "recorder" or "export". `repeats` are the
-    layers whose ops are left out, since another layer's say the same; what they give is read through
-    `REPEATED` nodes. `compared` are the sizes that the model's code compares.
+    (place among the arguments or in the result, node). `given` holds the words of each call
+    (`trace/signature.py`), also in the modes that this trace covers; `returned` what the forward gives back
+    besides tensors, `kept` what else it left on attributes of modules, each number by its place. `calls` says
+    how often each module ran in the (last) forward, `stored` what tensors the forward left on attributes of
+    modules, `opaque` the modules that were not looked into, `route` how the trace was made: "recorder" or
+    "export". `repeats` are the layers whose ops are left out, since another layer's say the same; what they
+    give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -124,7 +124,7 @@ class Trace:
     calls: dict[str, int] = field(default_factory=dict)
     entered: dict[str, list[list[tuple[str, fx.Node]]]] = field(default_factory=dict)
     left: dict[str, list[list[tuple[str, fx.Node]]]] = field(default_factory=dict)
-    given: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    given: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     returned: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     stored: list[Output] = field(default_factory=list)
@@ -232,32 +232,6 @@ def named_place(parameters: tuple[tuple[str, Any], ...], place: str) -> str:
     return (parameters[index][0] if index < len(parameters) else f"*[{index}]") + found[2]
 
 
-def given_in(args: Any, name: str = "") -> dict[str, Any]:
-    """What a call is given: place -> the number, word or None, or `torch.Tensor` for a tensor. Objects that
-    are no plain containers are not looked into.
-
-    >>> given_in(((torch.zeros(1), 3), {"flag": True}))
-    {'[0][0]': <class 'torch.Tensor'>, '[0][1]': 3, '[1].flag': True}
-    """
-    if isinstance(args, Mapping):
-        parts = [(f"{name}.{key}" if name else str(key), part) for key, part in args.items()]
-    elif isinstance(args, (list, tuple)):
-        parts = [(f"{name}[{index}]", part) for index, part in enumerate(args)]
-    elif isinstance(args, torch.Tensor):
-        return {name: torch.Tensor}
-    else:
-        return {name: plain(args)} if args is None or isinstance(args, _NUMBERS) else {}
-    found: dict[str, Any] = {}
-    for where, part in parts:
-        if isinstance(part, torch.Tensor):
-            found[where] = torch.Tensor
-        elif part is None or isinstance(part, _NUMBERS):
-            found[where] = plain(part)
-        elif isinstance(part, _NESTED):
-            found |= given_in(part, where)
-    return found
-
-
 def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[str, Any, bool]]:
     """Tensors and plain values, each with its place and whether a cache object holds it."""
     if out is None or isinstance(out, _LEAVES):
@@ -279,18 +253,24 @@ def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[s
                 todo.append((f"{where}[{index}]", value[index], cache))
             continue
         # transformers' caches come back into the same model: what they hold stays local on purpose.
-        cache = cache or _is_cache(kind)  # type: ignore[arg-type]
+        cache = cache or is_cache(kind)
         if cache and not caches:
             continue
-        todo += [(where + step, part, cache) for step, part in reversed(list(_parts(value, bool(where))))]
+        todo += [(where + step, part, cache) for step, part in reversed(list(parts_of(value, bool(where))))]
+
+
+def is_cache(kind: Any) -> bool:
+    """Whether it is one of transformers' caches."""
+    return _is_cache(kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_cache(kind: type) -> bool:
+def _is_cache(kind: Any) -> bool:
     return any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
 
 
-def _parts(value: Any, inside: bool) -> Iterator[tuple[str, Any]]:
+def parts_of(value: Any, inside: bool = False) -> Iterator[tuple[str, Any]]:
+    """What a container, an object or a function holds, each with the step to it; `inside` of another one."""
     dot = "." if inside else ""
     if type(value) is dict:
         for key, part in value.items():

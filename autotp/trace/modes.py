@@ -38,8 +38,9 @@ from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
 from autotp.trace.recorder import Guide, Step
+from autotp.trace.signature import Words
 
-__all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "training"]
+__all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "takes_cache", "training"]
 
 
 SIZES = "eval with other sizes"
@@ -50,6 +51,7 @@ CROSSED = "eval with an encoder's states"
 class Mode:
     """One way in which a model runs.
 
+    Of the inputs `as_given` only those require a gradient that do, else every floating one.
     `optional` modes are autotp's guess of what the model can do: one that cannot be traced is no finding,
     and `otherwise` is tried in its place.
     """
@@ -64,6 +66,7 @@ class Mode:
     then: Step | None = None
     optional: bool = False
     otherwise: Mode | None = None
+    as_given: bool = False
 
     def capture(
         self,
@@ -85,7 +88,7 @@ class Mode:
                 module, self.args, self.kwargs,
                 grad=self.grad, shapes=shapes, before=before, after=after,
                 exporting=self.exporting, compiling=self.compiling, then=self.then, like=like, guide=guide,
-                layers=layers,
+                layers=layers, as_given=self.as_given,
             )  # fmt: skip
 
 
@@ -93,7 +96,8 @@ class Mode:
 class Captured:
     """The traces of a model: those that differ, by mode; the modes that another one covers, with its name;
     the modes that cannot be traced, and of those the guesses (`dropped`), which are no findings; the lines
-    of the model's code that ran in any of them; the layers that were recorded once where they repeat."""
+    of the model's code that ran in any of them; the layers that were recorded once where they repeat; how the
+    model was called in each mode, covered ones too."""
 
     traces: list[tuple[Mode, Trace]] = field(default_factory=list)
     covered: dict[str, str] = field(default_factory=dict)
@@ -101,6 +105,7 @@ class Captured:
     dropped: list[tuple[Mode, TraceError]] = field(default_factory=list)
     watched: Watched = field(default_factory=Watched)
     layers: Layers = field(default_factory=Layers)
+    given: list[tuple[Mode, list[Words]]] = field(default_factory=list)
 
 
 def modes(module: nn.Module, samples: Samples) -> list[Mode]:
@@ -142,6 +147,7 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                 (result.dropped if mode.optional else result.failed).append((mode, error))
                 mode = mode.otherwise
                 continue
+            result.given.append((mode, trace.given.get("", [])[:]))
             # Proven with gradients, a forward is proven without.
             told = signature(trace, gradients=mode.grad)
             known = seen.get(told)
@@ -211,7 +217,7 @@ def _rank(samples: Samples) -> int:
     )
 
 
-def _caches(module: nn.Module) -> str | None:
+def takes_cache(module: nn.Module) -> str | None:
     """The name under which a transformers model takes its cache."""
     if not callable(getattr(getattr(module, "config", None), "to_dict", None)):
         return None
@@ -223,7 +229,7 @@ def _run_time(module: nn.Module, samples: Samples, *, training: bool = False) ->
     """Nothing tells the model that it is traced. A cache stands for "these are no packed sequences", which a
     model would otherwise ask of values. Some ops of experts run only where they are compiled."""
     kwargs = {k: v for k, v in samples.kwargs.items() if k != "attention_mask"}
-    if _caches(module) is not None and "use_cache" in inspect.signature(module.forward).parameters:
+    if takes_cache(module) is not None and "use_cache" in inspect.signature(module.forward).parameters:
         kwargs["use_cache"] = True
     name = ("train with labels" if samples.labels else "train at run time") if training else "run time"
     labels = samples.labels if training else {}
@@ -241,7 +247,7 @@ def _run_time(module: nn.Module, samples: Samples, *, training: bool = False) ->
 
 
 def _decode(module: nn.Module, samples: Samples, inference: Mode) -> Mode | None:
-    cache = _caches(module)
+    cache = takes_cache(module)
     ids = samples.kwargs.get("decoder_input_ids", samples.kwargs.get("input_ids"))
     if cache is None or samples.args or not isinstance(ids, torch.Tensor):
         return None

@@ -21,7 +21,9 @@ from typing import Any
 from autotp.diagnostic import Span
 from autotp.trace.source import caller_span, is_library
 
-__all__ = ["Compared", "Dim", "Notes", "argument", "noted", "noted_dims", "plain"]
+__all__ = [
+    "Compared", "Dim", "Notes", "argument", "arguments_in", "is_noted", "noted", "noted_dims", "plain",
+]  # fmt: skip
 
 Dim = tuple[str, int]
 """The name of a node, and one of its dims; or what `argument` gives."""
@@ -152,6 +154,16 @@ def noted(value: Any, dims: frozenset[Dim], log: Notes, product: bool = False, *
     return made
 
 
+def is_noted(value: Any) -> bool:
+    """Whether a number knows what it comes from."""
+    return isinstance(value, _Noted)
+
+
+def arguments_in(value: Any) -> frozenset[str]:
+    """The arguments of the model's forward that a number comes from."""
+    return frozenset(name.removeprefix("argument ") for name, dim in noted_dims(value) if dim == _ARGUMENT)
+
+
 def plain(value: Any) -> Any:
     """The number itself.
 
@@ -186,6 +198,9 @@ def _computes(base: type, name: str) -> Callable[..., Any]:
         result = function(self, *others)
         if result is NotImplemented and others and isinstance(others[0], float):
             result = getattr(float, name)(float(plain(self)), *others)
+        if all(isinstance(other, (int, float, complex, list, tuple, str)) for other in others):
+            # What is computed of an argument may be asked anything.
+            self.log.escaped(frozenset(dim for dim in self.dims if dim[1] == _ARGUMENT))
         if result is NotImplemented or not self.log.open:
             if others and isinstance(others[0], (list, tuple, str)):
                 self.log.escaped(self.dims)  # a length

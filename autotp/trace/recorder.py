@@ -74,12 +74,14 @@ def record(
     opaque: frozenset[str] = frozenset(),
     guide: Guide | None = None,
     layers: Layers | None = None,
+    as_given: bool = False,
 ) -> Trace:
     """Record one forward of `module` on `args` and `kwargs`, whose tensors only give shapes and dtypes.
 
     `shapes` replaces the shapes of named parameters and buffers (a rank's local ones). `before(path,
     args)` and `after(path, output)` may replace what goes into and comes out of a module (the mappings of
-    parallel layers). With `grad`, every floating parameter and input counts as requiring a gradient.
+    parallel layers). With `grad`, every floating parameter and input counts as requiring a gradient; of the
+    inputs `as_given` only those that do.
     `exporting` tells the model that it is being exported, so that it takes its trace-safe branches;
     `compiling` (by default the same) that it is being compiled.
     `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
@@ -96,7 +98,7 @@ def record(
         return _record(
             module, args, kwargs, grad=grad, shapes=shapes or {}, before=before, after=after,
             flags=(exporting if compiling is None else compiling, exporting), then=then, opaque=opaque,
-            guide=guide, layers=alike, remember=remember,
+            guide=guide, layers=alike, remember=remember, as_given=as_given,
         )  # fmt: skip
 
     # A guide is to see every op.
@@ -139,11 +141,12 @@ def _record(
     guide: Guide | None,
     layers: Layers,
     remember: bool,
+    as_given: bool,
 ) -> Trace:
     with (
         unwatched() as tracer,
         untouched(module),
-        faked(module, args, kwargs, grad=grad, shapes=shapes) as fakes,
+        faked(module, args, kwargs, grad=grad, shapes=shapes, as_given=as_given) as fakes,
     ):
         recorder = _Recorder(module, fakes, guide, layers, remember)
         with contextlib.ExitStack() as stack:

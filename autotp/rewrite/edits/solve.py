@@ -47,10 +47,11 @@ def solve(
 
 
 def failing(
-    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run, edits: Edits
+    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run, edits: Edits, observed: Observed | None
 ) -> tuple[str, int, Finding] | None:
-    """The first finding of a rank's own trace of the edited model, with its mode and rank."""
-    return _Search(module, modes, list(ranks), run).first(edits, Observed())
+    """The first finding of a rank's own trace of the edited model, with its mode and rank. Where nothing is
+    `observed`, what was not met before raises, as it does when the sharded model runs."""
+    return _Search(module, modes, list(ranks), run).first(edits, observed)
 
 
 class _Search:
@@ -115,7 +116,7 @@ class _Search:
                     found |= {*shape, *(a * b for a, b in combinations(shape, 2))}
         return found
 
-    def first(self, edits: Edits, observed: Observed) -> tuple[str, int, Finding] | None:
+    def first(self, edits: Edits, observed: Observed | None) -> tuple[str, int, Finding] | None:
         """The first finding of a rank's own trace, in any mode."""
         for mode, whole in self.modes:
             for rank in self.ranks:
