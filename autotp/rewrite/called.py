@@ -99,13 +99,14 @@ class Called:
         further = proven_anew(twin, self.analysis, call, self.before, **how)
         if further.reason:
             self._raise(model, words, state, further.reason)
-        assert further.proof is not None
         new = self.proven.unlike(words)
-        free = free_numbers(twin, self.analysis, call, further, self.parameters, new, **how)
-        for region in self.analysis.regions:
-            found = further.proof.regions[region.path].guard
-            if region.guard is not None and found is not None:
-                region.guard.learn(found, free | self.proven.free)
+        free, noted = free_numbers(twin, self.analysis, call, further, self.parameters, new, **how)
+        proofs = [each.proof for each in (further, noted) if each.proof is not None]
+        for proof in proofs:
+            for region in self.analysis.regions:
+                found = proof.regions[region.path].guard
+                if region.guard is not None and found is not None:
+                    region.guard.learn(found, free | self.proven.free)
         return free
 
     def _raise(self, model: nn.Module, words: Words, state: str, reason: str) -> NoReturn:

@@ -42,16 +42,21 @@ def free_numbers(
     *,
     training: bool,
     grad: bool,
-) -> frozenset[str]:
-    """The arguments among the `new` ones of a call that is proven in whose place any number may stand."""
-    free = set()
+) -> tuple[frozenset[str], Further]:
+    """The arguments among the `new` ones of a call that is proven in whose place any number may stand, and
+    the proof in which they were noted."""
+    free: set[str] = set()
     given = called(parameters, call.args, call.kwargs)
     names = [name for name, _ in parameters]
-    for name in names:
-        value = given.get(name)
-        if name not in new or not (type(value) is int or type(value) is float):
-            continue
-        if not _only_computed(twin, name, found):
+    numbers = [n for n in names if n in new and (type(given.get(n)) is int or type(given.get(n)) is float)]
+    if not numbers:
+        return frozenset(), found
+    noted = proven_anew(twin, analysis, call, None, training=training, grad=grad, numbers=True)
+    if noted.reason or not _alike(found.propagation, noted.propagation):
+        return frozenset(), found
+    for name in numbers:
+        value: Any = given[name]
+        if not _only_computed(twin, name, noted):
             continue
         for other in (value + 1, value + 2):
             beside = call.with_argument(names.index(name), name, other)
@@ -60,7 +65,7 @@ def free_numbers(
                 break
         else:
             free.add(name)
-    return frozenset(free)
+    return frozenset(free), noted
 
 
 def _only_computed(twin: nn.Module, name: str, found: Further) -> bool:

@@ -85,15 +85,23 @@ class Further:
 
 
 def proven_anew(
-    twin: nn.Module, analysis: Analysis, call: Call, before: Call | None, *, training: bool, grad: bool
+    twin: nn.Module,
+    analysis: Analysis,
+    call: Call,
+    before: Call | None,
+    *,
+    training: bool,
+    grad: bool,
+    numbers: bool = False,
 ) -> Further:
     """The proof of a call of `twin`, the model as it was before it was sharded. `before` is an earlier call
-    without a filled cache. As nothing traces it; where it asks for values then, as it is compiled."""
+    without a filled cache. As nothing traces it; where it asks for values then, as it is compiled.
+    With `numbers` those among the arguments note what they are asked."""
     first: Further | None = None
     for compiling in (False, True):
         mode = Mode(
             NAME, call.args, call.kwargs, grad, training,
-            exporting=False, compiling=compiling, as_given=True,
+            exporting=False, compiling=compiling, as_given=True, numbers=numbers,
         )  # fmt: skip
         if any(map(is_filled, call.caches())):
             filling = _filling(twin, call, before)

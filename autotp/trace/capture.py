@@ -40,6 +40,7 @@ def capture(
     guide: Guide | None = None,
     layers: Layers | None = None,
     as_given: bool = False,
+    numbers: bool = False,
 ) -> Trace:
     """The trace of one forward of `module`; the arguments are those of `recorder.record`.
 
@@ -58,7 +59,7 @@ def capture(
                 module, args, kwargs,
                 grad=grad, shapes=shapes, before=before, after=after,
                 exporting=exporting, compiling=compiling, then=then, opaque=opaque, guide=guide,
-                layers=layers, as_given=as_given,
+                layers=layers, as_given=as_given, numbers=numbers,
             )  # fmt: skip
         except TraceError as error:
             first = first or error

@@ -51,7 +51,8 @@ CROSSED = "eval with an encoder's states"
 class Mode:
     """One way in which a model runs.
 
-    Of the inputs `as_given` only those require a gradient that do, else every floating one.
+    Of the inputs `as_given` only those require a gradient that do, else every floating one;
+    `numbers` among them note what they are asked.
     `optional` modes are autotp's guess of what the model can do: one that cannot be traced is no finding,
     and `otherwise` is tried in its place.
     """
@@ -67,6 +68,7 @@ class Mode:
     optional: bool = False
     otherwise: Mode | None = None
     as_given: bool = False
+    numbers: bool = False
 
     def capture(
         self,
@@ -88,7 +90,7 @@ class Mode:
                 module, self.args, self.kwargs,
                 grad=self.grad, shapes=shapes, before=before, after=after,
                 exporting=self.exporting, compiling=self.compiling, then=self.then, like=like, guide=guide,
-                layers=layers, as_given=self.as_given,
+                layers=layers, as_given=self.as_given, numbers=self.numbers,
             )  # fmt: skip
 
 

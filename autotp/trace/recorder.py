@@ -75,13 +75,14 @@ def record(
     guide: Guide | None = None,
     layers: Layers | None = None,
     as_given: bool = False,
+    numbers: bool = False,
 ) -> Trace:
     """Record one forward of `module` on `args` and `kwargs`, whose tensors only give shapes and dtypes.
 
     `shapes` replaces the shapes of named parameters and buffers (a rank's local ones). `before(path,
     args)` and `after(path, output)` may replace what goes into and comes out of a module (the mappings of
     parallel layers). With `grad`, every floating parameter and input counts as requiring a gradient; of the
-    inputs `as_given` only those that do.
+    inputs `as_given` only those that do. `numbers` among the arguments note what they are asked.
     `exporting` tells the model that it is being exported, so that it takes its trace-safe branches;
     `compiling` (by default the same) that it is being compiled.
     `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
@@ -99,6 +100,7 @@ def record(
             module, args, kwargs, grad=grad, shapes=shapes or {}, before=before, after=after,
             flags=(exporting if compiling is None else compiling, exporting), then=then, opaque=opaque,
             guide=guide, layers=alike, remember=remember, as_given=as_given,
+            numbers=numbers,
         )  # fmt: skip
 
     # A guide is to see every op.
@@ -142,6 +144,7 @@ def _record(
     layers: Layers,
     remember: bool,
     as_given: bool,
+    numbers: bool,
 ) -> Trace:
     with (
         unwatched() as tracer,
@@ -168,9 +171,9 @@ def _record(
             if guide is None:  # what a guide finds in frames are plain numbers
                 notes = stack.enter_context(noting(recorder.size_owner))
                 recorder.trace.compared = notes.compares
-                args, kwargs = notes.arguments(
-                    [name for name, _ in parameters_of(module.forward)], args, kwargs
-                )
+                if numbers:
+                    names = [name for name, _ in parameters_of(module.forward)]
+                    args, kwargs = notes.arguments(names, args, kwargs)
             stack.enter_context(asked(recorder.asked))
             stack.enter_context(hooks.python_dispatcher())
             stack.enter_context(recorder)
