@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from autotp import clip_grad_norm_, mappings
+from autotp import clip_grad_norm_, initialize, mappings
 from autotp.comm import Group, group_of
 from autotp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from autotp.nn.functional import vocab_parallel_cross_entropy
@@ -60,9 +60,8 @@ class GPT(nn.Module):
 
 
 def main() -> None:
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-    group = group_of()
+    mesh = initialize(tp=2, backend="gloo") if dist.is_torchelastic_launched() else None
+    group = group_of(mesh)
     torch.manual_seed(0)  # the same on every rank: masters and replicated parameters are drawn alike
     model = GPT(group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

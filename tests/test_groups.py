@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,6 @@ import torch.distributed as dist
 from autotp.comm import group_of, within
 from autotp.diagnostic import UsageError
 from autotp.groups import Place, initialize, place
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def places(rank: int, size: int) -> list[object]:
@@ -119,66 +113,3 @@ def unequal_stages(rank: int, size: int) -> float:
 
 def test_stages_of_a_pipeline_do_not_wait_for_each_others_layers(ranks) -> None:
     assert all(seconds < 4 for seconds in ranks(2)(unequal_stages))
-
-
-PROGRAM = """
-import sys
-import torch
-import autotp.groups
-from autotp.nn import ColumnParallelLinear, RowParallelLinear
-
-def main(rank=None, port=None):
-    import os
-    if rank is not None:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    mesh = autotp.groups.initialize(tp=2, backend="gloo")
-    torch.manual_seed(0)
-    up = ColumnParallelLinear(4, 6, gather_output=False, group=mesh)
-    down = RowParallelLinear(6, 4, input_is_parallel=True, group=mesh)
-    y = down(up(torch.ones(1, 4)))
-    open(sys.argv[1] + str(autotp.groups.place(mesh).tp_rank), "w").write(repr(y.tolist()))
-    torch.distributed.destroy_process_group()
-
-if __name__ == "__main__":
-    if sys.argv[2] == "spawn":
-        torch.multiprocessing.spawn(main, (int(sys.argv[3]),), nprocs=2)
-    else:
-        main()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
-def test_torchrun_and_spawn(tmp_path: Path, launcher: str) -> None:
-    from autotp.nn import ColumnParallelLinear, RowParallelLinear
-    from tests.ranks import free_port
-
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [str(program), str(tmp_path / "out"), launcher, str(free_port())]
-    if launcher == "torchrun":
-        command = [
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            f"--master-port={free_port()}",
-            *command,
-        ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    subprocess.run(
-        [sys.executable, *command],
-        check=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=120,
-        capture_output=True,
-    )
-    torch.manual_seed(0)
-    up, down = (
-        ColumnParallelLinear(4, 6, gather_output=False),
-        RowParallelLinear(6, 4, input_is_parallel=True),
-    )
-    want = down(up(torch.ones(1, 4)))
-    for rank in range(2):
-        found = torch.tensor(eval((tmp_path / f"out{rank}").read_text()))
-        torch.testing.assert_close(found, want)

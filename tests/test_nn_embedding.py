@@ -18,7 +18,8 @@ from autotp.nn.lookup import lookup
 from autotp.placement import Shard, deal
 from tests.conftest import as_rank
 from tests.test_mappings import quietly, randn
-from tests.test_nn_linear import close, load, saved_bytes
+from tests.test_nn_linear import close, load
+from tests.test_nn_linear_survives import saved_bytes
 
 VOCABULARY, WIDTH = 13, 5
 IDS = [[0, 1, 7, 12], [12, 5, 7, 7], [3, 4, 6, 11]]
