@@ -38,6 +38,7 @@ from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, marks, spread
 from autotp.rewrite.attributes import names_in
 from autotp.rewrite.edits.edit import Edits
+from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
 from autotp.trace.graph import Trace, TraceError
@@ -291,7 +292,11 @@ class _Prover:
     ) -> dict[str, Propagation] | None:
         """The layouts with one reduce after the sum of parallel branches, proven on every rank; None where
         there are none, or the code cannot be edited so."""
-        rows = merged(before.values()) if self.stands is None else frozenset(self.stands[0].unreduced)
+        if self.stands is not None:
+            rows = frozenset(self.stands[0].unreduced)
+        else:
+            rows = merged(before.values())
+            rows = frozenset() if is_looked_at(self.module, rows) else rows
         if not rows:
             return None
         if self.repeats:

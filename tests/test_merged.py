@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 
 import autotp
+from autotp.comm import simulate
+from autotp.diagnostic import UsageError
 from tests import parallel
 
 PLAN = {"a1": "column", "a2": "row", "b1": "column", "b2": "row"}
@@ -38,6 +40,30 @@ def test_branches_that_meet_in_a_sum_have_one_reduce(model, edits):
     assert analysis.unreduced == (("a2", "b2") if edits else ())
     result = autotp.verify(model, PLAN, tp=3, inputs=X)
     assert result.ok and result.tolerance == 1e-9, str(result)
+
+
+def test_a_hook_does_not_see_a_part_of_a_sum():
+    """Registered before, each layer reduces; after, the next forward raises."""
+    seen = []
+
+    def looked(group, before):
+        torch.manual_seed(0)
+        model, x = parallel.Parallel().double(), X.double()
+        if before:
+            model.a2.register_forward_hook(lambda layer, args, out: seen.append(out))
+            want = model.a2(model.a1(x).tanh()).detach()
+            autotp.shard(model, PLAN, group, inputs=x)
+            model(x)
+            return (seen[-1].detach() - want).abs().max().item()
+        autotp.shard(model, PLAN, group, inputs=x)
+        hook = model.a2.register_forward_hook(lambda layer, args, out: None)
+        with pytest.raises(UsageError, match=r"^a2: a forward hook would see this rank's part of a sum"):
+            model(x)
+        hook.remove()
+        return model(x).shape
+
+    assert max(simulate(2, lambda group: looked(group, True))) < 1e-10
+    assert simulate(2, lambda group: looked(group, False)) == [X.shape] * 2
 
 
 def test_explain_shows_where_the_sum_is_reduced():

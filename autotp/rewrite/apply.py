@@ -26,6 +26,7 @@ from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_common_stream, use_rank_stream
 from autotp.rewrite.called import guard_calls
+from autotp.rewrite.parts_of_sums import watch_parts
 from autotp.rewrite.rates import watch_rates
 from autotp.rewrite.same_inputs import compare_inputs
 from autotp.rewrite.specialise import specialise
@@ -129,6 +130,7 @@ def apply(
             use_common_stream(model.get_submodule(path), model.get_submodule(around))
         for path in analysis.resting:
             watch_rates(model, path)
+        watch_parts(model, analysis.unreduced, analysis.code)
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
         compare_inputs(model, group, check_inputs, analysis.draws)
