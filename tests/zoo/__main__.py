@@ -1,7 +1,8 @@
 """`python -m tests.zoo`: every architecture, each in a process of its own, and docs/coverage.md.
 
 Results are kept in .zoo/, one file each; a second run goes on where the first one stopped, and tries anew
-what an older state of the sources gave. `--keep` takes old results, too; `--only` tries some.
+what an older state of the sources gave. `--keep` takes old results, too; `--only` tries some. What took
+least the last time, at any tp, comes first. Tokens are generated at the first tp alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from tests.zoo.trial import Result, attempt, from_data
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".zoo"
-SECONDS = 3600  # for one architecture
+SECONDS = 3600  # for one architecture, unless `--seconds` says otherwise
 MEMORY = 8 << 30
 
 
@@ -36,6 +38,12 @@ def sources() -> str:
     return digest.hexdigest()
 
 
+def commit() -> str:
+    """The commit that is checked out; a plus behind it where files differ from it."""
+    git = ("git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=7")
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
 def known(kind: str, tp: int, state: str | None) -> Result | None:
     """The result of an earlier run; of any state when `state` is None."""
     file = CACHE / f"{kind}-{tp}.json"
@@ -45,15 +53,21 @@ def known(kind: str, tp: int, state: str | None) -> Result | None:
     return from_data(data["result"]) if state in (None, data["state"]) else None
 
 
-def tried(kind: str, tp: int) -> Result:
+def taken(kind: str) -> float:
+    """The seconds of an earlier run; many where there was none."""
+    files = CACHE.glob(f"{kind}-[0-9]*.json")
+    return min((json.loads(f.read_text())["result"]["seconds"] for f in files), default=float(SECONDS))
+
+
+def tried(kind: str, tp: int, *, seconds: float, generate: bool) -> Result:
     """The result of a process of its own, which may die or take too long."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, kind, tp))
+    process = context.Process(target=_child, args=(theirs, kind, tp, generate))
     process.start()
     theirs.close()
     try:
-        result = ours.recv() if ours.poll(SECONDS) else Result(kind, tp, "foreign", f"more than {SECONDS} s")
+        result = ours.recv() if ours.poll(seconds) else Result(kind, tp, "late", f"more than {seconds:.0f} s")
     except EOFError:
         result = Result(kind, tp, "foreign", "the process died")
     process.kill() if process.is_alive() and not result.seconds else None
@@ -61,9 +75,9 @@ def tried(kind: str, tp: int) -> Result:
     return result
 
 
-def _child(pipe: object, kind: str, tp: int) -> None:
+def _child(pipe: object, kind: str, tp: int, generate: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    pipe.send(attempt(kind, tp))  # type: ignore[attr-defined]
+    pipe.send(attempt(kind, tp, generate=generate))  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -76,6 +90,7 @@ def main() -> None:
     parser.add_argument(
         "--again", nargs="+", default=[], help="try results that ended so anew: refused wrong"
     )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for one architecture")
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "coverage.md")
     chosen = parser.parse_args()
     CACHE.mkdir(exist_ok=True)
@@ -83,13 +98,13 @@ def main() -> None:
     if not chosen.known:
         attempt("llama", 2)  # what torch imports and fills once is then there in every process
     for tp in chosen.tp:
-        for kind in chosen.only or architectures():
+        for kind in sorted(chosen.only or architectures(), key=taken):
             result = known(kind, tp, None if chosen.keep or chosen.known else state)
             if result is None and chosen.known:
                 continue
             if result is None or result.end in chosen.again:
-                result = tried(kind, tp)
-                data = {"state": state, "result": result.to_data()}
+                result = tried(kind, tp, seconds=chosen.seconds, generate=tp == chosen.tp[0])
+                data = {"state": state, "commit": commit(), "result": result.to_data()}
                 (CACHE / f"{kind}-{tp}.json").write_text(json.dumps(data, indent=1))
                 why = result.why.splitlines()[0] if result.why else ""
                 print(

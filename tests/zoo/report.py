@@ -60,6 +60,7 @@ def _head(results: Sequence[Result], total: int) -> Iterator[str]:
         "refused, with a message": lambda r: r.end == "refused",
         "wrong": lambda r: r.end == "wrong",
         "another exception than autotp's": lambda r: r.end == "foreign",
+        "not done within its time": lambda r: r.end == "late",
     }
     for name, test in rows.items():
         yield f"| {name} | {' | '.join(str(sum(map(test, built[tp]))) for tp in sizes)} |"
@@ -74,7 +75,7 @@ def _head(results: Sequence[Result], total: int) -> Iterator[str]:
 
 
 def _refused(results: Sequence[Result]) -> Iterator[str]:
-    bad = [r for r in results if r.end in ("refused", "wrong", "foreign")]
+    bad = [r for r in results if r.end in ("refused", "wrong", "foreign", "late")]
     yield "## Not exact, and why"
     yield ""
     if not bad:

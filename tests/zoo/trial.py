@@ -23,10 +23,10 @@ from tests.zoo.tokens import tokens
 __all__ = ["ENDS", "Result", "attempt", "from_data"]
 
 # exact: the numbers are the unsharded model's · refused: with a message · wrong: other numbers
-# foreign: another exception than autotp's · unbuilt: there is no tiny model of it
+# foreign: another exception than autotp's · unbuilt: there is no tiny model of it · late: it took too long
 PRECISE = 1e-9  # the tolerance of what is computed in float64 throughout
 ROUNDED = 1e-4  # of what a model computes in float32 by hand, where sums in another order round otherwise
-ENDS = ("exact", "refused", "wrong", "foreign", "unbuilt")
+ENDS = ("exact", "refused", "wrong", "foreign", "unbuilt", "late")
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Result:
 
     `fraction` is the share of matrix bytes that is sharded, `beyond` whether more than embeddings and heads
     is. `collectives` are those of one rank's forward and backward. `labels` says whether the loss of train
-    mode was compared, too, `tokens` what greedy generation gave. `whole` are (collapsed name, bytes, why).
+    mode was compared, too, `tokens` what greedy generation gave. `whole` are (collapsed name, bytes, why); `seconds` of the processor.
     """
 
     kind: str
@@ -64,29 +64,29 @@ def from_data(data: dict[str, Any]) -> Result:
     return Result(**data | {"whole": [tuple(one) for one in data["whole"]]})
 
 
-def attempt(kind: str, tp: int) -> Result:
-    """Try an architecture; whatever is raised is in the result."""
+def attempt(kind: str, tp: int, *, generate: bool = True) -> Result:
+    """Try an architecture; whatever is raised is in the result. `generate`: whether tokens are, too."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         model = build(kind)
     except Exception as error:
         return Result(kind, tp, "unbuilt", _said(error))
     result = Result(kind, tp, "foreign")
     try:
-        _run(model, result)
+        _run(model, result, generate)
     except AutotpError as error:
         result.end, result.why = "refused", str(error)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         result.why = f"{_said(error)} ({last.filename.rpartition('/')[2]}:{last.lineno})"
-    result.seconds = round(time.perf_counter() - started, 1)
+    result.seconds = round(time.process_time() - started, 1)
     return result
 
 
-def _run(model: Any, result: Result) -> None:
+def _run(model: Any, result: Result, generate: bool) -> None:
     analysis, _, derived = derive_with_proof(model, tp=result.tp)
     found: dict[tuple[str, str], int] = {}
     for reason in derived.whole:
@@ -128,7 +128,7 @@ def _run(model: Any, result: Result) -> None:
     close = all(d <= result.tolerance for d in (result.output, result.gradient)) and checked.state_dict_equal
     result.end = "exact" if checked.ok or close else "wrong"
     result.why = "" if result.end == "exact" else str(checked)
-    if result.end == "exact":
+    if result.end == "exact" and generate:
         result.tokens = tokens(model, analysis)
     if result.tokens == "different":
         result.end, result.why = "wrong", "generate() gives other tokens"
