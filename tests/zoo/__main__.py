@@ -54,9 +54,9 @@ def known(kind: str, tp: int, state: str | None) -> Result | None:
 
 
 def taken(kind: str) -> float:
-    """The seconds of an earlier run; many where there was none."""
-    files = CACHE.glob(f"{kind}-[0-9]*.json")
-    return min((json.loads(f.read_text())["result"]["seconds"] for f in files), default=float(SECONDS))
+    """The seconds of an earlier run; many where there was none that came to an end."""
+    found = [json.loads(file.read_text())["result"] for file in CACHE.glob(f"{kind}-[0-9]*.json")]
+    return min((r["seconds"] for r in found if r["seconds"] or r["end"] == "unbuilt"), default=SECONDS)
 
 
 def tried(kind: str, tp: int, *, seconds: float, generate: bool) -> Result:

@@ -49,6 +49,8 @@ _NAMES: dict[int, str] = {
 }
 SIZES: dict[str, int] = {name: size for size, names in _NAMES.items() for name in names.split()}
 
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}  # one layer of each kind
+
 # What a configuration needs beside the sizes, or in their place, by its class.
 BY_CONFIG: dict[str, dict[str, Any]] = {
     "BltConfig": {
@@ -70,6 +72,7 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]]},
     "HunYuanDenseV1Config": {"head_dim": 16, "num_key_value_heads": 2},
     "HunYuanMoEV1Config": {"head_dim": 16, "num_key_value_heads": 2, "num_experts": 4, "moe_topk": 2},
+    "KimiLinearConfig": _HYBRID,
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "LlamaConfig": {"num_key_value_heads": 2},
     "LongcatFlashConfig": {
@@ -79,6 +82,10 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     "MinistralConfig": {"head_dim": 16},
     "MistralConfig": {"num_key_value_heads": 2},
     "NemotronConfig": {"num_key_value_heads": 2, "head_dim": 16},
+    "Qwen3NextConfig": _HYBRID,
+    "Qwen3_5MoeTextConfig": _HYBRID,
+    "Qwen3_5TextConfig": _HYBRID,
+    "Qwen4ExpTextConfig": {"layer_types": ["linear_attention", "indexed_attention"]},
     "ReformerConfig": {
         "is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16),
         "attn_layers": ["local", "lsh"], "max_position_embeddings": 128, "num_buckets": 2,

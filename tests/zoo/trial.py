@@ -35,7 +35,8 @@ class Result:
 
     `fraction` is the share of matrix bytes that is sharded, `beyond` whether more than embeddings and heads
     is. `collectives` are those of one rank's forward and backward. `labels` says whether the loss of train
-    mode was compared, too, `tokens` what greedy generation gave. `whole` are (collapsed name, bytes, why); `seconds` of the processor.
+    mode was compared, too, `tokens` what greedy generation gave. `whole` are (collapsed name, bytes, why),
+    `seconds` those of the processor.
     """
 
     kind: str
