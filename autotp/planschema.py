@@ -13,7 +13,7 @@ from autotp.rule import ALIASES, LARGEST, OPTIONS, STYLES
 __all__ = ["plan_schema"]
 
 NUMBER = {"type": "integer", "minimum": 1, "maximum": LARGEST}
-CONFIG_KEY = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"}
+CONFIG_KEY = {"type": "string", "pattern": r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"}
 STYLE = {"enum": [*STYLES, *ALIASES], "description": "How the layers that the pattern names are cut."}
 PATTERN = r"^(?!\*(\.\*)*$)(\*|[^.*]+)(\.(\*|[^.*]+))*$"
 

@@ -87,7 +87,7 @@ def _number_in_text(value: object) -> list[str]:
 
 def _count(value: object, what: str, least: int) -> str | None:
     """Why a value is neither a whole number of at least `least` nor a config key."""
-    if isinstance(value, str) and value.isidentifier():
+    if isinstance(value, str) and all(part.isidentifier() for part in value.split(".")):
         return None
     if not _whole(value):
         return f"{what} is a whole number or a config key, not {quoted(value)}"
@@ -144,7 +144,8 @@ class Rule(Declared):
     - `sections`: the cut dim is so many equal parts, or parts of these sizes (numbers or config
       keys), each cut by itself: 2 for a fused gate|up, 3 for an equal q|k|v.
     - `heads`: the number of units that are dealt to the ranks, in every section; a number or a
-      config key such as `num_attention_heads`. A unit is never cut. Without it one feature is a unit.
+      config key such as `num_attention_heads`, or `text_config.num_attention_heads` where that config
+      holds others. A unit is never cut. Without it one feature is a unit.
       A list gives each section its own: `[num_attention_heads, num_key_value_heads,
       num_key_value_heads]` for a fused q|k|v; without `sections` the heads are equally wide.
     - `dim`: the dim that is cut; needed for a parameter or buffer, and for a weight [in, out] where

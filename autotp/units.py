@@ -85,8 +85,14 @@ def stand_in(key: str, config: Mapping[str, object]) -> str | None:
 
 
 def from_config(key: str, what: str, config: Mapping[str, object]) -> int | Fault:
-    """The whole number that a model's config gives for a key."""
-    value = config.get(stand_in(key, config) or key)
+    """The whole number that a model's config gives for a key; dots lead into a config inside of it.
+
+    >>> from_config("text_config.num_heads", "heads", {"text_config": {"num_heads": 6}})
+    6
+    """
+    value: object = config
+    for part in (stand_in(key, config) or key).split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, int) and not isinstance(value, bool):
         return value if value >= 1 else Fault("AT205", f"{what}: {key} is {value} in the model's config")
     if value is not None:

@@ -26,7 +26,7 @@ from tests.test_shipped_plans import MODELS
 # tables and layers at the ends of a model.
 FEW = ["llama", "bert", "gpt_neox", "mixtral"]
 MORE = [
-    "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "starcoder2", "qwen3_moe", "vit",
+    "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3", "starcoder2", "qwen3_moe", "vit",
     "albert", "modernbert", "cohere", "olmo2", "deepseek_v3", "gpt_oss", "gpt2", "gptj", "bloom", "falcon",
     "opt", "mpt", "stablelm",
 ]  # fmt: skip

@@ -455,9 +455,18 @@ def test_an_error_that_is_caught_by_the_model_is_none():
     assert caught.value.module == ""
 
 
-def test_a_branch_on_values_is_dynamic():
+@pytest.mark.parametrize(
+    "decides",
+    [
+        lambda h: h.sum() > 0,
+        lambda h: (h > 0).sum().item() <= h.shape[0],
+        lambda h: h.shape[0] < (h > 0).sum().item(),
+        lambda h: h.shape[0] - 2 * (h > 0).sum().item() + h.shape[1] > 1,
+    ],
+)
+def test_a_branch_on_values_is_dynamic(decides):
     with pytest.raises(TraceError) as caught:
-        record(Layer(lambda m, h: h if h.sum() > 0 else -h), (X,), {})
+        record(Layer(lambda m, h: h if decides(h) else -h), (X,), {})
     assert caught.value.dynamic and "data-dependent" in str(caught.value)
 
 

@@ -209,6 +209,15 @@ def test_refused_word_for_word(case: str) -> None:
     assert only(plan, ATTENTION, tp) == text
 
 
+def test_a_config_key_inside_of_another_config() -> None:
+    inventory = replace(MLP, config={"text_config": {"n_head": 3}, "n_head": 11})
+    rules = {"fc1": {"style": "column", "heads": "text_config.n_head"}}
+    found = match(as_plan(rules), inventory, 2)
+    assert found.layouts["fc1.weight"].pieces(33) == ((33, deal(3, 2)),)
+    lost = match(as_plan({"fc1": {"style": "column", "heads": "n_head.text_config"}}), inventory, 2)
+    assert "the model's config has no n_head.text_config" in str(lost.diagnostics[0])
+
+
 def test_heads_by_config_key_of_a_model_without_config() -> None:
     assert only({"fc1": {"style": "column", "heads": "num_heads"}}, MLP) == (
         "error[AT205]: fc1: heads: num_heads is a config key, and this model has no config\n"

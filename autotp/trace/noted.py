@@ -188,7 +188,16 @@ _OPERATORS = (
 _METHODS = ("bit_length", "bit_count", "conjugate", "as_integer_ratio", "is_integer")
 _ATTRIBUTES = ("real", "numerator")
 _COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+_REFLECTED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _LEFT = ("int", "float", "index", "str", "repr", "format")
+
+
+def _reflected(self: Any, name: str, other: Any) -> Any:
+    """What a number that a tensor's value decides makes of the plain number: it knows ints alone, and says
+    what it cannot tell."""
+    turned = _REFLECTED.get(name) or (name[1:] if name[1:] in _OPERATORS else f"r{name}")
+    return getattr(other, f"__{turned}__", lambda _: NotImplemented)(plain(self))
 
 
 def _computes(base: type, name: str) -> Callable[..., Any]:
@@ -198,6 +207,8 @@ def _computes(base: type, name: str) -> Callable[..., Any]:
         result = function(self, *others)
         if result is NotImplemented and others and isinstance(others[0], float):
             result = getattr(float, name)(float(plain(self)), *others)
+        if result is NotImplemented and others and isinstance(others[0], _SYMBOLIC):
+            return _reflected(self, name.strip("_"), others[0])
         if all(isinstance(other, (int, float, complex, list, tuple, str)) for other in others):
             # What is computed of an argument may be asked anything.
             self.log.escaped(frozenset(dim for dim in self.dims if dim[1] == _ARGUMENT))
@@ -226,7 +237,7 @@ def _compares(base: type, name: str) -> Callable[..., Any]:
             equal = name in ("eq", "ne") and function(self, other) is (name == "eq")
             sizes = self.size and isinstance(other, _Noted) and other.size
             self.log.compared(self.dims | noted_dims(other), self, other, equal=equal, sizes=sizes)
-        return function(self, other)
+        return _reflected(self, name, other) if isinstance(other, _SYMBOLIC) else function(self, other)
 
     return compare
 

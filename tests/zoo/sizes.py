@@ -85,7 +85,6 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     "Qwen3NextConfig": _HYBRID,
     "Qwen3_5MoeTextConfig": _HYBRID,
     "Qwen3_5TextConfig": _HYBRID,
-    "Qwen4ExpTextConfig": {"layer_types": ["linear_attention", "indexed_attention"]},
     "ReformerConfig": {
         "is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16),
         "attn_layers": ["local", "lsh"], "max_position_embeddings": 128, "num_buckets": 2,
