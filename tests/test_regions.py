@@ -103,6 +103,38 @@ def test_a_sum_is_reduced_before_the_next_layer(between):
     assert autotp.verify(model, plan, tp=2, inputs=inputs).ok
 
 
+class Matrix(nn.Module):
+    def __init__(self, width: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Gated(nn.Module):
+    """Two modules with a raw matrix each; a gate, computed from what the first one is given, multiplies the
+    sum that the second one leaves: so the module around them is a region, too."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = Matrix(33, 16), Matrix(16, 33), nn.Linear(16, 1)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.between(x)))) * self.gate(x).sigmoid()
+
+
+@pytest.mark.parametrize("between", [lambda x: x, lambda x: x * 2])
+def test_what_a_region_around_has_copied_is_not_copied_again(between):
+    model = nn.Sequential(nn.Linear(16, 16), Gated(between))
+    plan = {"up.weight": {"style": "column", "dim": 0}, "down.weight": {"style": "row", "dim": 1}}
+    analysis = autotp.analyze(model, plan, tp=2, inputs=torch.randn(5, 16))
+    assert [(r.path, r.copied) for r in analysis.regions if r.copied] == [("1", {"[0][0]"})]
+    result = autotp.verify(model, plan, tp=2, inputs=torch.randn(5, 16))
+    assert result.ok, str(result)
+
+
 class Looked(nn.Module):
     """A table of ids that feeds a raw module, and all else: its gradient comes from parameters alone."""
 

@@ -16,7 +16,7 @@ from autotp.placement import INVARIANT, PARTIAL, REPLICATE, describe
 from autotp.propagate.call import Conflict
 from autotp.propagate.ops import op_name
 from autotp.propagate.propagation import Finding, Propagation
-from autotp.propagate.regions import left
+from autotp.propagate.regions import border, first_op, reduced_twice
 
 __all__ = ["borders"]
 
@@ -50,9 +50,10 @@ def _regions(whole: Propagation) -> Iterator[Finding]:
         calls = zip(trace.entered.get(path, []), trace.left.get(path, []), strict=False)
         for call, (entered, gone) in enumerate(calls):
             out = {node for _, node in gone}
-            reader = next((n for n in trace.ops() if (path, call) in n.meta.get("stack", ())), None)
+            reader = first_op(trace, path, call)
             for place, node in entered:
-                layout = left(trace, whole.regions, node, whole.layouts.get(node, [INVARIANT])[0], reader)
+                given = whole.layouts.get(node, [INVARIANT])[0]
+                layout = border(trace, whole.regions, node, given, reader, until=(path, call))
                 if place in region.copied and layout != INVARIANT:
                     yield _at(
                         whole, node, path, f"in one call, {place} is {describe(layout)} and in another whole"
@@ -69,6 +70,8 @@ def _regions(whole: Propagation) -> Iterator[Finding]:
                     yield _at(
                         whole, node, path, f"what it returns at {place or 'its result'} is no sum in one call"
                     )
+                elif place in region.reduced and reduced_twice(trace, whole.regions, node):
+                    yield _at(whole, node, path, f"a module around it, too, at {place or 'its result'}")
 
 
 def _at(whole: Propagation, node: fx.Node | None, path: str, what: str) -> Finding:

@@ -28,7 +28,7 @@ from autotp.propagate.planned import PlannedLayers
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.reads import Read, Unshared, solve
-from autotp.propagate.regions import Region, border, regions_around, regions_for
+from autotp.propagate.regions import Region, border, copied_around, regions_around, regions_for
 from autotp.propagate.rules import RULES
 from autotp.propagate.shapes import VIEWS
 from autotp.propagate.writes import written
@@ -67,6 +67,7 @@ def propagate(
     grants: dict[fx.Node, Layout] = {}
     parts: dict[tuple[fx.Node, fx.Node], Shard] = {}
     mapped: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(sums, ("reduce",))
+    around_them: dict[str, Region] = {}  # places that are given what a region around them has copied
     while True:
         start = Propagation(
             trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts),
@@ -89,9 +90,15 @@ def propagate(
             elif isinstance(wanted, Mapped):
                 mapped[wanted.node] = max(wanted.how, mapped.get(wanted.node, ()), key=len)
             else:
-                around[wanted.path] = around.get(wanted.path, wanted) | wanted
+                grown = around.get(wanted.path, wanted) | wanted
+                around[wanted.path] = grown - around_them.get(wanted.path, Region(wanted.path))
         if (known, around, grants, parts, mapped) == before:
-            return result
+            twice = copied_around(trace, around, result.layouts, regions)
+            if not twice:
+                return result
+            for region in twice:
+                around_them[region.path] = around_them.get(region.path, region) | region
+                around[region.path] -= region
 
 
 class Engine:

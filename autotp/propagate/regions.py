@@ -22,7 +22,7 @@ from autotp.propagate.call import with_gradient
 from autotp.propagate.given import Guard
 from autotp.trace.graph import Trace
 
-__all__ = ["Region", "border", "left", "regions_around", "regions_for"]
+__all__ = ["Region", "border", "copied_around", "first_op", "reduced_twice", "regions_around", "regions_for"]
 
 Call = tuple[str, int]
 
@@ -46,16 +46,32 @@ class Region:
         assert self.path == other.path
         return Region(self.path, self.copied | other.copied, self.reduced | other.reduced)
 
+    def __sub__(self, other: Region) -> Region:
+        """The region without the copies of another one."""
+        assert self.path == other.path
+        return Region(self.path, self.copied - other.copied, self.reduced)
+
 
 def border(
-    trace: Trace, regions: Mapping[str, Region], value: fx.Node, layout: Layout, reader: fx.Node | None
+    trace: Trace,
+    regions: Mapping[str, Region],
+    value: fx.Node,
+    layout: Layout,
+    reader: fx.Node | None,
+    *,
+    until: Call | None = None,
 ) -> Layout:
-    """How `reader` sees a value: copied if it came in through a region's border, reduced if it left one."""
+    """How `reader` sees a value: copied if it came in through a region's border, reduced if it left one.
+
+    With `until`, how the value comes to the border of that call, which is around the reader.
+    """
     if not regions:
         return layout
     layout = left(trace, regions, value, layout, reader)
     if layout == INVARIANT and reader is not None:
         for path, call in reader.meta.get("stack", ()):
+            if (path, call) == until:
+                break
             region = regions.get(path)
             came_in = region is not None and (path, call) not in value.meta.get("stack", ())
             if region is not None and came_in and _places(trace.entered, path, call, value) & region.copied:
@@ -84,6 +100,47 @@ def _places(
     return (
         frozenset(place for place, node in calls[call] if node is value) if call < len(calls) else frozenset()
     )
+
+
+def copied_around(
+    trace: Trace,
+    regions: Mapping[str, Region],
+    layouts: Mapping[fx.Node, list[Layout]],
+    needed: Mapping[str, Region],
+) -> list[Region]:
+    """The places of regions that are given what a region around them has copied, in every call: copied once
+    more, its gradient would be summed twice. `needed` are regions that another mode needs as they are."""
+    found = []
+    for path, region in regions.items():
+        others = [
+            other for other in regions if other != path and path.startswith(f"{other}." if other else "")
+        ]
+        places = region.copied - (needed[path].copied if path in needed else frozenset())
+        seen: dict[str, set[Layout]] = {}
+        for call, entered in enumerate(trace.entered.get(path, ())) if others and places else ():
+            reader = first_op(trace, path, call)
+            for place, node in entered:
+                given = layouts.get(node, [INVARIANT])[0]
+                arrives = border(trace, regions, node, given, reader, until=(path, call))
+                seen.setdefault(place, set()).add(arrives)
+        twice = frozenset(place for place in places if seen.get(place) == {REPLICATE})
+        if twice:
+            found.append(Region(path, copied=twice))
+    return found
+
+
+def reduced_twice(trace: Trace, regions: Mapping[str, Region], value: fx.Node) -> bool:
+    """Whether a value is reduced at the border of a region and at that of one around it."""
+    reduced = 0
+    for path, call in value.meta.get("stack", ()):
+        region = regions.get(path)
+        reduced += region is not None and bool(_places(trace.left, path, call, value) & region.reduced)
+    return reduced > 1
+
+
+def first_op(trace: Trace, path: str, call: int) -> fx.Node | None:
+    """The first op of a module's call."""
+    return next((n for n in trace.ops() if (path, call) in n.meta.get("stack", ())), None)
 
 
 def regions_for(
