@@ -135,6 +135,40 @@ def test_what_a_region_around_has_copied_is_not_copied_again(between):
     assert result.ok, str(result)
 
 
+class Stacked(nn.Module):
+    """Matrices of experts, for rows in the order of the experts; a list says how many rows are whose."""
+
+    def __init__(self, width: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, width, features))
+
+    def forward(self, x: Tensor, rows: list[int]) -> Tensor:
+        return torch.cat([F.linear(part, self.weight[i]) for i, part in enumerate(x.split(rows))])
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.router = Stacked(33, 16), Stacked(16, 33), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        experts, order = logits.argmax(-1).sort()
+        rows = F.one_hot(experts, 3).sum(0).tolist()
+        h = self.down(F.gelu(self.up(x[order], rows)), rows) * logits.softmax(-1).amax(-1)[order, None]
+        return torch.zeros_like(x).index_add(0, order, h)
+
+
+def test_numbers_that_values_decide_may_be_any_at_a_border():
+    model = nn.Sequential(nn.Linear(16, 16), Routed())
+    plan = {"up.weight": {"style": "column", "dim": 1}, "down.weight": {"style": "row", "dim": 2}}
+    analysis = autotp.analyze(model, plan, tp=2, inputs=torch.randn(11, 16))
+    assert analysis.ok, analysis.diagnostics
+    given = {r.path: r.guard for r in analysis.regions if r.guard is not None}
+    assert given["1.up"].free == {"rows[0]", "rows[1]", "rows[2]"}
+    assert autotp.verify(model, plan, tp=2, inputs=torch.randn(11, 16)).ok
+
+
 class Looked(nn.Module):
     """A table of ids that feeds a raw module, and all else: its gradient comes from parameters alone."""
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from autotp.diagnostic import Span
 from autotp.trace.source import caller_span, is_library
 
