@@ -69,6 +69,7 @@ def test_the_page_counts():
             tolerance=1e-9,
             labels=True,
             tokens="same",
+            commit="abc1234",
         ),
         Result("b", 2, "exact", fraction=0.5, whole=[("h.*.w", 500, "softmax over dim 1 (model.py:3:4)")]),
         Result("c", 2, "refused", why="error[AT320]: it cannot be traced\n  --> model.py:1:1"),
@@ -81,7 +82,8 @@ def test_the_page_counts():
     assert "- c, tp 2, refused: error[AT320]: it cannot be traced\n" in page
     assert "- d: ValueError: no\n" in page
     assert "| 1 | softmax over dim … | b, model.py:3:4 |" in page
-    assert "| a | 2 | exact | 95.0% | 4 / 0 |  | 0e+00 / 0e+00 | 1e-09 | same | same |" in page
+    assert "| a | 2 | exact | 95.0% | 4 / 0 |  | 0e+00 / 0e+00 | 1e-09 | same | same | abc1234 |" in page
+    assert "| before commits were noted | 3 |\n| abc1234 | 1 |" in page
     assert "| the same tokens from `generate()` with a cache | 1 |" in page
     assert set(ENDS) >= {r.end for r in results}
 

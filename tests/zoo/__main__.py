@@ -104,7 +104,8 @@ def main() -> None:
                 continue
             if result is None or result.end in chosen.again:
                 result = tried(kind, tp, seconds=chosen.seconds, generate=tp == chosen.tp[0])
-                data = {"state": state, "commit": commit(), "result": result.to_data()}
+                result.commit = commit()
+                data = {"state": state, "result": result.to_data()}
                 (CACHE / f"{kind}-{tp}.json").write_text(json.dumps(data, indent=1))
                 why = result.why.splitlines()[0] if result.why else ""
                 print(

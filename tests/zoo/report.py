@@ -25,7 +25,18 @@ TRANSFORMERS = (
 
 def report(results: Sequence[Result], total: int) -> str:
     """The page, as Markdown. `total` is how many architectures there are."""
-    return "\n".join([*_head(results, total), *_refused(results), *_whole(results), *_table(results)]) + "\n"
+    return (
+        "\n".join(
+            [
+                *_head(results, total),
+                *_states(results),
+                *_refused(results),
+                *_whole(results),
+                *_table(results),
+            ]
+        )
+        + "\n"
+    )
 
 
 def _head(results: Sequence[Result], total: int) -> Iterator[str]:
@@ -71,6 +82,25 @@ def _head(results: Sequence[Result], total: int) -> Iterator[str]:
     yield "|---|---|"
     for name, count in TRANSFORMERS:
         yield f"| {name} | {count} |"
+    yield ""
+
+
+def _states(results: Sequence[Result]) -> Iterator[str]:
+    """Which rows come from which commit, where there are several."""
+    counts = Counter(r.commit for r in results)
+    if len(counts) < 2:
+        return
+    yield (
+        "A row stays until it is tried anew, so rows come from several states of the sources: the last "
+        "column of the table below (a plus: with changes that were committed later)."
+    )
+    yield ""
+    sizes = sorted({r.tp for r in results})
+    yield f"| commit | {' | '.join(f'rows at tp {tp}' for tp in sizes)} |"
+    yield f"|---{'|---' * len(sizes)}|"
+    for commit, _ in counts.most_common():
+        numbers = " | ".join(str(sum(r.tp == tp and r.commit == commit for r in results)) for tp in sizes)
+        yield f"| {commit or 'before commits were noted'} | {numbers} |"
     yield ""
 
 
@@ -126,11 +156,13 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
         "Edits: changed lines of the model's code. Difference: of outputs / of gradients (relative). "
         "Labels: whether the loss of a forward with `labels=` in train mode was compared, too (it is not "
         "where that forward draws random numbers, or the model takes no labels). Tokens: what greedy "
-        "generation with a cache gave; empty where the unsharded model does not generate."
+        "generation with a cache gave; empty where the unsharded model does not generate, and where it was "
+        "not tried: at any but the smallest tp."
     )
     yield ""
-    yield "| architecture | tp | | share | collectives | edits | difference | tolerance | labels | tokens |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    columns = ("share", "collectives", "edits", "difference", "tolerance", "labels", "tokens", "commit")
+    yield f"| architecture | tp | | {' | '.join(columns)} |"
+    yield f"|{'---|' * (3 + len(columns))}"
     for r in sorted(results, key=lambda r: (r.kind, r.tp)):
         if r.end == "unbuilt":
             continue
@@ -138,7 +170,7 @@ def _table(results: Sequence[Result]) -> Iterator[str]:
         numbers = f"{r.output:.0e} / {r.gradient:.0e} | {r.tolerance:.0e}" if r.tolerance else " | "
         moves = f"{forward} / {backward}"
         line = f"| {r.kind} | {r.tp} | {r.end} | {r.fraction:.1%} | {moves} | {r.edits or ''} | {numbers} "
-        yield line + f"| {'same' if r.labels and r.end == 'exact' else ''} | {_told(r.tokens)} |"
+        yield line + f"| {'same' if r.labels and r.end == 'exact' else ''} | {_told(r.tokens)} | {r.commit} |"
 
 
 def _told(tokens: str) -> str:

@@ -36,7 +36,7 @@ class Result:
     `fraction` is the share of matrix bytes that is sharded, `beyond` whether more than embeddings and heads
     is. `collectives` are those of one rank's forward and backward. `labels` says whether the loss of train
     mode was compared, too, `tokens` what greedy generation gave. `whole` are (collapsed name, bytes, why),
-    `seconds` those of the processor.
+    `seconds` those of the processor, `commit` the state of the sources.
     """
 
     kind: str
@@ -53,6 +53,7 @@ class Result:
     labels: bool = False
     tokens: str = ""
     seconds: float = 0.0
+    commit: str = ""
     whole: list[tuple[str, int, str]] = field(default_factory=list)
 
     def to_data(self) -> dict[str, Any]:
