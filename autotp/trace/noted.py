@@ -210,6 +210,7 @@ def _computes(base: type, name: str) -> Callable[..., Any]:
         if result is NotImplemented and others and isinstance(others[0], float):
             result = getattr(float, name)(float(plain(self)), *others)
         if result is NotImplemented and others and isinstance(others[0], _SYMBOLIC):
+            self.log.escaped(self.dims)
             return _reflected(self, name.strip("_"), others[0])
         if all(isinstance(other, (int, float, complex, list, tuple, str)) for other in others):
             # What is computed of an argument may be asked anything.
