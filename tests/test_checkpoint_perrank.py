@@ -428,3 +428,87 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "in" / "rank_1").symlink_to(outside)
     with pytest.raises(CheckpointError, match="outside the folder"):
         there_and_back(tmp_path, 2)
+
+
+LAST_MISSING = [  # what says how many ranks there were, beside the first two of three
+    (
+        lambda at: told(at, args=argparse.Namespace(tensor_model_parallel_size=3, world_size=6)),
+        "{part} says args.tensor_model_parallel_size 3, and 2 ranks are found in {at}; missing: rank_2.pt",
+    ),
+    (
+        lambda at: told(at, mp_world_size=12),
+        "{part} says mp_world_size 12, and 2 ranks are found in {at}; missing: rank_2.pt, rank_3.pt, "
+        "rank_4.pt, rank_5.pt, rank_6.pt, rank_7.pt, rank_8.pt, rank_9.pt and 2 more",
+    ),
+    (
+        lambda at: told(at, args={"world_size": 3}),
+        "{part} says args.world_size 3, which is no multiple of the number of ranks in {at}, 2: are ranks "
+        "missing?",
+    ),
+    (
+        lambda at: told(at, mp_world_size=1),
+        "{part} says mp_world_size 1, and 2 ranks are found in {at}; some are of others",
+    ),
+    (
+        lambda at: config(at, hidden_size=5, intermediate_size=9),
+        "{at}: 2 ranks are found, and what they make up, of sizes 6, is 2 of 3 parts of what config.json "
+        "says; missing: rank_2.pt; if these are all, correct or remove config.json",
+    ),
+    (
+        lambda at: config(at, vocab_size=7),
+        "{at}: 2 ranks are found, whose vocabulary makes up 6 rows, and config.json says vocab_size 7; "
+        "missing: rank_2.pt, or more",
+    ),
+]
+
+
+def told(at, **beside):
+    for rank in range(2):
+        state = torch.load(at / f"rank_{rank}.pt", weights_only=False)
+        torch.save(state | beside, at / f"rank_{rank}.pt")
+
+
+def first_two_of_three(at):
+    """The rules of what is cut into parts of 3 rows: a layer of 9 rows, or a vocabulary, with 3 ranks."""
+    at.mkdir()
+    for rank in range(2):
+        tensors = {
+            "up.weight": torch.ones(3, 5),
+            "down.weight": torch.ones(5, 3),
+            "wte.weight": torch.ones(3, 5),
+        }
+        torch.save({"module": tensors}, at / f"rank_{rank}.pt")
+    return {"up": "column", "down": "row", "wte": "vocab"}
+
+
+@pytest.mark.parametrize(("change", "message"), LAST_MISSING)
+def test_the_last_ranks_missing_are_found_by_what_the_files_say(tmp_path, change, message):
+    plan = first_two_of_three(tmp_path / "in")
+    if "vocab" not in message:
+        plan.pop("wte")
+    change(tmp_path / "in")
+    with pytest.raises(CheckpointError) as raised:
+        convert(tmp_path / "in", tmp_path / "out", plan=plan, tp=1, check="shapes")
+    at = tmp_path / "in"
+    assert str(raised.value) == message.format(at=at, part=f"{at / 'rank_0.pt'}:")
+
+
+def test_where_nothing_says_how_many_ranks_there_were_that_is_said(tmp_path):
+    plan = first_two_of_three(tmp_path / "in")
+    run = lambda: convert(tmp_path / "in", tmp_path / "out", plan=plan, tp=1, check="shapes", dry_run=True)  # noqa: E731
+    assert run().notes == ("2 ranks found; nothing in the files says how many there were",)
+    config(tmp_path / "in", hidden_size=5, intermediate_size=6, vocab_size=6)
+    assert run().notes == ()
+    (tmp_path / "in" / "config.json").unlink()
+    told(tmp_path / "in", mp_world_size=2)
+    assert run().notes == ()
+
+
+@pytest.mark.parametrize("name", ["mp_rank_{:02}_model_states.pt", "rank{}.pt", "tp_rank_{:03}.bin"])
+def test_missing_ranks_are_named_as_the_others_are(tmp_path, name):
+    from autotp.checkpoint.rankcount import check_told
+
+    parts = [tmp_path / name.format(rank) for rank in range(9)]
+    with pytest.raises(CheckpointError) as raised:
+        check_told(tmp_path, parts, [{"mp_world_size": 11}] * 9)
+    assert str(raised.value).endswith(f"missing: {name.format(9)}, {name.format(10)}")

@@ -107,7 +107,8 @@ def convert(
         _tie_as_model(supply, model, [entry.name for entry in entries])
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
     free, left = free_bytes(target), _left_out(source, supply)
-    written = Written(target, tp, chosen, name, manifest.proof, files, free, dry_run, left)
+    notes: tuple[str, ...] = getattr(other, "notes", ()) if check == "shapes" else ()
+    written = Written(target, tp, chosen, name, manifest.proof, files, free, dry_run, left, notes)
     if not dry_run:
         written.check_room()
         carry(supply, manifest, outputs, target, job="convert", progress=progress)

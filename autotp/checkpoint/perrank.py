@@ -17,6 +17,7 @@ from autotp.checkpoint.fit import NAMES
 from autotp.checkpoint.folder import Folder, read_config
 from autotp.checkpoint.inventory import OUTPUT_EMBEDDINGS, describe_tensors
 from autotp.checkpoint.joined import Joined, as_single, check_equal
+from autotp.checkpoint.rankcount import check_sizes, check_told
 from autotp.checkpoint.rankfiles import files_beside, files_of_ranks, open_rank
 from autotp.checkpoint.supply import Ties
 from autotp.diagnostic import CheckpointError, PlanError, errors
@@ -41,8 +42,10 @@ class PerRank(Joined):
         self.path = path
         self.config = read_config(path)
         self.parts = files_of_ranks(path)
-        held = [open_rank(part)[0] for part in self.parts]
+        opened = [open_rank(part) for part in self.parts]
+        held = [part.tensors for part in opened]
         self.tp = len(held)
+        sure = check_told(path, self.parts, [part.told for part in opened])
         first = held[0]
         for part, tensors in zip(self.parts, held, strict=True):
             odd = next(iter(sorted(set(first) ^ set(tensors))), None)
@@ -57,6 +60,7 @@ class PerRank(Joined):
                 here, needed = list(tensors[name].shape), list(shard.local_shape(shapes[name], rank))
                 if here != needed:
                     _refuse(self.parts[rank], f"tensor {name!r} is {here}; the plan gives this rank {needed}")
+        self.notes = self._count_ranks(sure, plan, shapes, first)
         if biases == "summed":
             self.summed = self._row_biases(plan, shapes, first)
         self.kept = self._kept(plan, shapes, first)
@@ -71,7 +75,7 @@ class PerRank(Joined):
 
     def load(self) -> Callable[[str], torch.Tensor]:
         """See Joined."""
-        readers = [open_rank(part)[1] for part in self.parts]
+        readers = [open_rank(part).read for part in self.parts]
         return lambda name: self._whole(name, [read(name) for read in readers])
 
     def companions(self) -> Mapping[str, Path]:
@@ -138,6 +142,22 @@ class PerRank(Joined):
         if dim is not None:
             shape[dim] = sum(tensors[name].shape[dim] for tensors in held)
         return tuple(shape)
+
+    def _count_ranks(
+        self,
+        sure: bool,
+        plan: Plan,
+        shapes: Mapping[str, tuple[int, ...]],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> tuple[str, ...]:
+        """What is to be said of the number of ranks where neither the files nor config.json tell it."""
+        placed = match(plan, self._inventory(shapes, tensors), self.tp).placed.values()
+        rows = {shapes[n][0] for one in placed if one.style == "vocab" for n in one.layouts if n in shapes}
+        cut = {shapes[name][shard.dim] for name, shard in self.layouts.items()} - rows
+        if check_sizes(self.path, self.parts, self.config, cut, rows) or sure:
+            return ()
+        found = f"{self.tp} rank{'s' * (self.tp > 1)} found"
+        return (f"{found}; nothing in the files says how many there were",)
 
     def _row_biases(
         self, plan: Plan, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]

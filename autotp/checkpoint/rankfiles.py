@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from autotp.checkpoint.fit import DTYPES
 from autotp.checkpoint.folder import companions_of, regular_file
 from autotp.checkpoint.nested import joined, weights_of
 from autotp.checkpoint.pickled import load_pickle, plain
+from autotp.checkpoint.rankcount import told_counts
 from autotp.checkpoint.read import Part, open_to_read, read_exactly
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, read_header
@@ -87,8 +88,17 @@ def _weights(path: Path, entry: Path) -> Path:
     return regular_file(path, f"{entry.name}/{chosen[0]}")
 
 
-def open_rank(file: Path) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """The tensors of one rank's file by dotted name, mapped or without memory, and how one is had."""
+class RankFile(NamedTuple):
+    """One rank's file: its tensors by dotted name, mapped or without memory, how one is had, and what the
+    file says of the number of ranks."""
+
+    tensors: dict[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
+    told: dict[str, int]
+
+
+def open_rank(file: Path) -> RankFile:
+    """Open one rank's file."""
     if file.suffix == ".safetensors":
         entries = read_header(file).tensors
         unknown = next((name for name, entry in entries.items() if entry.dtype not in DTYPES), None)
@@ -98,13 +108,14 @@ def open_rank(file: Path) -> tuple[dict[str, torch.Tensor], Callable[[str], torc
             name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
             for name, entry in entries.items()
         }
-        return shapes, lambda name: _read(file, entries[name])
-    weights = weights_of(file, load_pickle(file, HARMLESS))
+        return RankFile(shapes, lambda name: _read(file, entries[name]), {})
+    content = load_pickle(file, HARMLESS)
+    weights = weights_of(file, content)
     tensors = joined(file, weights) if isinstance(weights, Mapping) else {}
     if not any(isinstance(value, torch.Tensor) for value in tensors.values()):
         _refuse(file, "holds no weights, by themselves or under model, module or state_dict")
     tensors = {name: plain(file, name, tensor) for name, tensor in tensors.items()}
-    return tensors, tensors.__getitem__
+    return RankFile(tensors, tensors.__getitem__, told_counts(content))
 
 
 def _read(file: Path, entry: Entry) -> torch.Tensor:

@@ -24,7 +24,8 @@ class Written:
     `files` are (relative name, bytes) without the manifest; `free` the bytes that were free on the disk
     before. `tp` is 1 and `proof` that of the shards for a merged folder. `plan_name` names the shipped
     plan that was chosen by the config, and is empty for one that was given. `proof` is "layouts" or "none".
-    `left_out` are the files of the source folder that were neither read nor copied.
+    `left_out` are the files of the source folder that were neither read nor copied, `notes` what is not known
+    of the source.
     """
 
     target: Path
@@ -36,6 +37,7 @@ class Written:
     free: int
     dry_run: bool
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:

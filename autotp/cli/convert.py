@@ -258,4 +258,5 @@ def _summary(written: Written) -> str:
     names = written.left_out
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     left = [f"left out: {', '.join(names[:LISTED])}{more}"] if names else []
-    return "\n".join([*lines, f"{verb} {written.target}: {total}{free}", *left, *short])
+    notes = [f"note: {note}" for note in written.notes]
+    return "\n".join([*lines, f"{verb} {written.target}: {total}{free}", *left, *notes, *short])
