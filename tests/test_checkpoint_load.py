@@ -326,6 +326,16 @@ def test_dtypes_are_the_files_or_the_one_asked_for(tmp_path):
     assert {tensor.dtype for tensor in cast.parameters()} == {torch.float64}
 
 
+def test_dtype_is_spelled_as_transformers_does(tmp_path):
+    _, folder = llama(tmp_path / "in", dtype=torch.bfloat16)
+    for spelled, dtype in (("auto", torch.bfloat16), ("float16", torch.float16)):
+        loaded = from_pretrained(folder, check="shapes", dtype=spelled)
+        assert {tensor.dtype for tensor in loaded.parameters()} == {dtype}, spelled
+    for wrong in ("half precision", "int8", torch.int8, 16, "nn"):
+        says = "dtype is a floating-point dtype, as torch.bfloat16 or 'bfloat16', or 'auto', not "
+        assert refusal(UsageError, tmp_path / "nothing", dtype=wrong) == says + repr(wrong)
+
+
 def test_a_base_checkpoint_in_a_model_with_a_head_and_the_reverse(tmp_path):
     with_head, folder = bert(tmp_path / "mlm", BertForMaskedLM)
     config = json.loads((folder / "config.json").read_text())

@@ -71,6 +71,16 @@ def test_the_original_comes_back(tmp_path, tied, dtype):
     ]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64])
+def test_config_says_what_the_weights_are(tmp_path, dtype):
+    llama(tmp_path / "in")
+    save_pretrained(from_pretrained(tmp_path / "in", check="shapes", dtype=dtype), tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
+    assert {str(tensor.dtype) for tensor in back.values()} == {f"torch.{said}"}
+    assert said == str(dtype).removeprefix("torch.")
+
+
 def test_split_over_files_with_an_index(tmp_path):
     llama(tmp_path / "in")
 

@@ -39,7 +39,7 @@ def from_pretrained(
     *,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     mesh: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     check: str = "layouts",
     inputs: Any = None,
     model: nn.Module | None = None,
@@ -57,7 +57,8 @@ def from_pretrained(
     - `mesh`, `check`, `inputs`: as `shard` takes them
     - `model`: one of your own, on any device, in place of the one that config.json describes; it is sharded
       and filled in place, with new parameters
-    - `dtype`: what floating-point tensors are cast to; without it each keeps the dtype of its file
+    - `dtype`: what floating-point tensors are cast to, as torch.bfloat16 or "bfloat16"; without it, and with
+      "auto", each keeps the dtype of its file
     - `strict`: False ignores tensors that the model has not; a missing one is an error all the same
     - `biases`: of other trainers' files of each rank, as `convert` takes it
 
@@ -72,6 +73,7 @@ def from_pretrained(
 
     group = group_of(mesh)
     with together(group, timeout=SLOWEST_BUILD):
+        wanted = _floating(dtype)
         manifest = load_manifest(folder) if (Path(folder) / MANIFEST).is_file() else None
         home, ranks = Path(folder), None
         if manifest is None:
@@ -94,10 +96,22 @@ def from_pretrained(
         device = torch.device(getattr(mesh, "device_type", "cpu"))
         if ranks is not None:
             _check_parts(ranks, group)
-        _fill(model, stored, home, Loader(group, dtype, device), strict)
+        _fill(model, stored, home, Loader(group, wanted, device), strict)
         model.to(device)  # buffers that are computed
         _take_generation_config(model, home)
     return model
+
+
+def _floating(dtype: object) -> torch.dtype | None:
+    """The floating-point dtype that is asked for, as transformers spells it too; None keeps the files'."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    raise UsageError(
+        f"dtype is a floating-point dtype, as torch.bfloat16 or 'bfloat16', or 'auto', not {dtype!r}"
+    )
 
 
 def _take_generation_config(model: nn.Module, home: Path) -> None:

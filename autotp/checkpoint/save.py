@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -175,8 +176,17 @@ class _Writer:
                 if part == "config":  # the class that is built from it again, as transformers writes it
                     settings = copy.deepcopy(settings)
                     settings.architectures = [type(model).__name__]
+                    _tell_dtype(settings, model)
                 settings.save_pretrained(self.staging.path)
         self.staging.commit()
+
+
+def _tell_dtype(settings: Any, model: nn.Module) -> None:
+    """What transformers loads the weights in: the dtype that they have, whatever the config said before."""
+    floats = (one.dtype for one in model.parameters() if one.is_floating_point())
+    dtype = next(floats, None)
+    if dtype is not None and hasattr(settings, "dtype"):
+        settings.dtype = dtype
 
 
 def whole_shape(tensor: torch.Tensor, shard: Shard | None, group: Group) -> tuple[int, ...]:
