@@ -10,7 +10,7 @@ import torch
 import autotp
 from autotp.rewrite.apply import sharded
 from autotp.slicing import take
-from tests.zoo.build import architectures, build
+from tests.zoo.build import architectures, build, described
 from tests.zoo.report import report
 from tests.zoo.trial import ENDS, Result, attempt, from_data
 
@@ -38,6 +38,7 @@ def test_tiny_models_are_tiny():
     assert sum(p.numel() for p in model.parameters()) < 200_000
     assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (4, 2)
     assert len(architectures()) > 150
+    assert described("gpt2") == described("gpt-sw3") != described("llama")
 
 
 def test_what_is_no_tiny_model_is_told():

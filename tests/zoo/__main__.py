@@ -2,7 +2,8 @@
 
 Results are kept in .zoo/, one file each; a second run goes on where the first one stopped, and tries anew
 what an older state of the sources gave. `--keep` takes old results, too; `--only` tries some. What took
-least the last time, at any tp, comes first. Tokens are generated at the first tp alone.
+least the last time, at any tp, comes first. Of architectures that are one model one is tried. Tokens are
+generated at the first tp alone.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import multiprocessing
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import transformers
 
-from tests.zoo.build import architectures
+from tests.zoo.build import architectures, described
 from tests.zoo.report import report
 from tests.zoo.trial import Result, attempt, from_data
 
@@ -98,12 +100,17 @@ def main() -> None:
     if not chosen.known:
         attempt("llama", 2)  # what torch imports and fills once is then there in every process
     for tp in chosen.tp:
+        same: dict[str, Result] = {}  # some architectures have one model
         for kind in sorted(chosen.only or architectures(), key=taken):
             result = known(kind, tp, None if chosen.keep or chosen.known else state)
             if result is None and chosen.known:
                 continue
+            model = kind if chosen.known else described(kind)
             if result is None or result.end in chosen.again:
-                result = tried(kind, tp, seconds=chosen.seconds, generate=tp == chosen.tp[0])
+                twin = same.get(model)
+                result = replace(twin, kind=kind) if twin is not None else tried(
+                    kind, tp, seconds=chosen.seconds, generate=tp == chosen.tp[0]
+                )  # fmt: skip
                 result.commit = commit()
                 data = {"state": state, "result": result.to_data()}
                 (CACHE / f"{kind}-{tp}.json").write_text(json.dumps(data, indent=1))
@@ -112,6 +119,7 @@ def main() -> None:
                     f"{kind} tp {tp}: {result.end} {result.fraction:.0%} {result.seconds} s {why}", flush=True
                 )
             results.append(result)
+            same[model] = result
     if chosen.only is None:
         chosen.report.write_text(report(results, len(architectures())), encoding="utf-8")
         print(f"wrote {chosen.report}", file=sys.stderr)

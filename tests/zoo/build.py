@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.zoo.sizes import BY_CONFIG, SIZES, VOCABULARY
 
-__all__ = ["architectures", "build"]
+__all__ = ["architectures", "build", "described"]
 
 LARGEST = 60_000_000  # parameters: a configuration that does not shrink is no tiny model
 _TOKENS = {
@@ -35,14 +35,7 @@ def build(kind: str, *, dtype: torch.dtype = torch.float32) -> Any:
 
     Raises whatever transformers raises for a configuration that it cannot build.
     """
-    transformers.logging.set_verbosity_error()
-    config = _shrunk(CONFIG_MAPPING[kind], [])
-    factory = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    factory = factory[0] if isinstance(factory, (tuple, list)) else factory
-    wanted = getattr(factory, "config_class", None)
-    if wanted is not None and not isinstance(config, wanted):  # of a model with images, the part for text
-        parts = (getattr(config, name, None) for name in type(config).sub_configs)
-        config = next(part for part in parts if isinstance(part, wanted))
+    factory, config = _chosen(kind)
     with torch.device("meta"):
         size = sum(p.numel() for p in factory._from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -52,6 +45,28 @@ def build(kind: str, *, dtype: torch.dtype = torch.float32) -> Any:
     if dtype is torch.float64:
         model.set_experts_implementation("eager")  # the grouped product has no float64
     return model
+
+
+def described(kind: str) -> str:
+    """The class and the configuration of an architecture's tiny model: some architectures have the same."""
+    try:
+        factory, config = _chosen(kind)
+        return f"{factory.__name__} {config.to_json_string(use_diff=False)}"
+    except Exception:  # none is built
+        return kind
+
+
+def _chosen(kind: str) -> tuple[Any, Any]:
+    """The class of an architecture's tiny model, and its configuration."""
+    transformers.logging.set_verbosity_error()
+    config = _shrunk(CONFIG_MAPPING[kind], [])
+    factory = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    factory = factory[0] if isinstance(factory, (tuple, list)) else factory
+    wanted = getattr(factory, "config_class", None)
+    if wanted is not None and not isinstance(config, wanted):  # of a model with images, the part for text
+        parts = (getattr(config, name, None) for name in type(config).sub_configs)
+        config = next(part for part in parts if isinstance(part, wanted))
+    return factory, config
 
 
 def _shrunk(config: Any, tokens: list[str]) -> Any:
