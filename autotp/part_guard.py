@@ -2,9 +2,10 @@
 
 torch's `clip_grad_norm_` and `get_total_norm` would give every rank a norm of its own, and optimizers that
 take norms, products or line searches over a parameter (Adafactor, Muon, LBFGS) a step of its own; the ranks
-would drift apart without a word. The first cut layer puts a check before them, in `torch.nn.utils`, where
-training loops and trainers call it, and before every optimizer's step; a name that was imported from there
-before is the function without the check.
+would drift apart without a word. DistributedDataParallel over those ranks would average different parts. The
+first cut layer puts a check before them: in `torch.nn.utils`, where training loops and trainers call it, before
+every optimizer's step, and where a module is wrapped. A name that was imported from `torch.nn.utils` before is
+the function without the check.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.diagnostic import UsageError
@@ -76,6 +79,27 @@ def _checked(
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    register_module_module_registration_hook(_before_averages)
+
+
+def _before_averages(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raises UsageError for DistributedDataParallel over ranks that hold different parts of a parameter: it
+    would give them all one rank's part, and average the gradients."""
+    if name != "module" or module is None or not isinstance(wrapper, DistributedDataParallel):
+        return
+    from autotp.parts import parts_of
+
+    ranks = torch.distributed.get_process_group_ranks(wrapper.process_group)
+    for part in parts_of(module).values():
+        group: Any = part.group
+        others = [rank for rank in getattr(getattr(group, "group", group), "members", ()) if rank in ranks]
+        if len(others) > 1:
+            raise UsageError(
+                f"DistributedDataParallel over the ranks {ranks} would make one of what the ranks {others} "
+                f"hold: different parts of {part.name}\n"
+                "  = help: give it the group of the data-parallel axis, "
+                "process_group=mesh.get_group('dp') of autotp.initialize(tp=…)"
+            )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

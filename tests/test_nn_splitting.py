@@ -102,6 +102,17 @@ def test_layers_are_kept_by_their_owner_and_train() -> None:
         (((4, 8), "embedding", 1, 2), "axis=1 of operation 'embedding' is not 0"),
         (((4, 8), "linear", 0, 4), "num_partitions=4, but the group has 2 ranks"),
         (((4, 8), "linear", 0), "num_partitions=1, but the group has 2 ranks"),
+        (((4, 8), "linear", 0, "2"), "num_partitions='2', but the group has 2 ranks"),
+        (((4, 8), "linear", 0, 2, None), "gather_out=None is not True or False"),
+        (((4, 8), "linear", 0, 2, True, 3), "weight_attr=3 is no function that fills a tensor"),
+        (
+            ((4, 8), "linear", 0, 2, True, None, "zeros"),
+            "bias_attr='zeros' is no function that fills a tensor, no True or False",
+        ),
+        (
+            ((4, 8), "embedding", 0, 2, True, None, True),
+            "bias_attr=True of operation 'embedding', which has no bias",
+        ),
         (((6, 8), "linear", 1, 2), "the input of a column layer has 4 features, not 6"),
         (
             ((6, 8), "linear", 0, 2),
@@ -142,6 +153,12 @@ def test_a_name_stands_for_one_layer(again: tuple[Any, ...], text: str) -> None:
     split(torch.ones(2, 4), (4, 8), "linear", 1, owner=owner, name="up")
     with pytest.raises(UsageError, match=re.escape(f"split: the owner's 'up' is {text}")):
         split(torch.ones(2, 4), *again, owner=owner, name="up")
+    with pytest.raises(UsageError) as caught:
+        split(torch.ones(2, 4), (4, 8), "linear", 1, bias_attr=False, owner=owner, name="up")
+    assert str(caught.value) == (
+        "split: the owner's 'up' has a bias, and this call's bias_attr=False describes another layer; give "
+        "each layer its own name"
+    )
     owner.norm = nn.LayerNorm(4)
     with pytest.raises(UsageError, match=re.escape("split: the owner's 'norm' is ('LayerNorm',)")):
         split(torch.ones(2, 4), (4, 8), "linear", 1, owner=owner, name="norm")
@@ -150,6 +167,13 @@ def test_a_name_stands_for_one_layer(again: tuple[Any, ...], text: str) -> None:
 def test_what_is_no_size_no_name_and_no_number() -> None:
     x, owner = torch.ones(2, 4), nn.Module()
     for told, call in {
+        "split: x must be a tensor, not list": lambda: split([1.0], (4, 8), "linear"),  # type: ignore[arg-type]
+        "split: owner is a module and name a str, not None and 3": lambda: split(
+            x,
+            (4, 8),
+            "linear",
+            name=3,  # type: ignore[arg-type]
+        ),
         "split: size=4 is no pair of numbers": lambda: split(x, 4, "linear"),  # type: ignore[arg-type]
         "split: name='forward' is no name for a new submodule of the owner": lambda: split(
             x, (4, 6), "linear", owner=owner, name="forward"

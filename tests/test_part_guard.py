@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -130,3 +131,28 @@ def test_a_weight_that_a_hook_makes_from_a_part(make, layer, kind):
         f"{layer.__name__}: its {name} is made by {kind} from this rank's part of its dim {dim} alone; take "
         "the hook away, or leave the layer whole"
     )
+
+
+def averaged(rank, size):
+    """Refused over the tensor ranks, by layers and by a sharded model; right over an axis of its own."""
+    found = []
+    model = nn.Sequential(ColumnParallelLinear(4, 8), nn.Linear(8, 4))
+    plain = autotp.shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), {"0": "column", "1": "row"}, None)
+    for whole in (model, plain):
+        try:
+            nn.parallel.DistributedDataParallel(whole)
+        except UsageError as error:
+            found.append(str(error))
+    alone = [dist.new_group([one]) for one in range(size)][rank]
+    x = torch.ones(2, 4)
+    assert torch.equal(nn.parallel.DistributedDataParallel(model, process_group=alone)(x), model(x))
+    return found
+
+
+def test_averages_of_different_parts(ranks):
+    text = (
+        "DistributedDataParallel over the ranks [0, 1] would make one of what the ranks [0, 1] hold: "
+        "different parts of 0.weight\n  = help: give it the group of the data-parallel axis, "
+        "process_group=mesh.get_group('dp') of autotp.initialize(tp=…)"
+    )
+    assert ranks(2)(averaged) == [[text] * 2] * 2

@@ -58,12 +58,13 @@ def split(
     torch.Size([6, 4])
     """
     ranks = group_of(group)
-    _check(size, operation, axis, num_partitions, ranks, owner, name)
+    _check(x, size, operation, axis, num_partitions, ranks, owner, name)
+    _check_options(operation, gather_out, weight_attr, bias_attr)
     if operation == "linear" and not x.is_floating_point():
         raise UsageError(f"split: a linear layer takes floating-point numbers, not {x.dtype}")
     first, second = size
     if owner is not None and name in owner._modules:
-        layer = _kept(owner._modules[name], name, operation, axis, first, second, gather_out)
+        layer = _kept(owner._modules[name], name, operation, axis, first, second, gather_out, bias_attr)
     elif operation == "embedding":
         layer = VocabParallelEmbedding(
             first, second, init_method=weight_attr or nn.init.xavier_normal_, group=ranks, device=x.device
@@ -82,7 +83,14 @@ def split(
 
 
 def _kept(
-    layer: nn.Module | None, name: str, operation: str, axis: int, first: int, second: int, gather_out: bool
+    layer: nn.Module | None,
+    name: str,
+    operation: str,
+    axis: int,
+    first: int,
+    second: int,
+    gather_out: bool,
+    bias_attr: object,
 ) -> nn.Module:
     """The layer of an earlier call, which must be the one that this call describes."""
     now: tuple[object, ...] = (type(layer).__name__,)
@@ -98,10 +106,31 @@ def _kept(
             f"split: the owner's {name!r} is {now}, and this call describes {asked}: operation, axis, size, "
             "gather_out; give each layer its own name"
         )
+    has = getattr(layer, "bias", None) is not None
+    if operation == "linear" and has != (bias_attr is not False):
+        raise UsageError(
+            f"split: the owner's {name!r} has {'a' if has else 'no'} bias, and this call's "
+            f"bias_attr={bias_attr!r} describes another layer; give each layer its own name"
+        )
     return layer
 
 
+def _check_options(operation: str, gather_out: object, weight_attr: object, bias_attr: object) -> None:
+    """Refuse options that would be taken for something else."""
+    if type(gather_out) is not bool:
+        raise UsageError(f"split: gather_out={gather_out!r} is not True or False")
+    if weight_attr is not None and not callable(weight_attr):
+        raise UsageError(f"split: weight_attr={weight_attr!r} is no function that fills a tensor")
+    if not (bias_attr is None or type(bias_attr) is bool or callable(bias_attr)):
+        raise UsageError(
+            f"split: bias_attr={bias_attr!r} is no function that fills a tensor, no True or False"
+        )
+    if operation == "embedding" and (bias_attr is True or callable(bias_attr)):
+        raise UsageError(f"split: bias_attr={bias_attr!r} of operation 'embedding', which has no bias")
+
+
 def _check(
+    x: object,
     size: Sequence[int],
     operation: str,
     axis: int,
@@ -111,6 +140,10 @@ def _check(
     name: str,
 ) -> None:
     """Refuse what cannot mean anything."""
+    if not isinstance(x, Tensor):
+        raise UsageError(f"split: x must be a tensor, not {type(x).__name__}")
+    if not (owner is None or isinstance(owner, nn.Module)) or not isinstance(name, str):
+        raise UsageError(f"split: owner is a module and name a str, not {owner!r} and {name!r}")
     if operation not in ("linear", "embedding"):
         raise UsageError(f"split: operation={operation!r} is not 'linear' or 'embedding'")
     if not isinstance(size, Sequence):
@@ -122,7 +155,7 @@ def _check(
         allowed = " or ".join(map(str, axes))
         raise UsageError(f"split: axis={axis} of operation {operation!r} is not {allowed}")
     if num_partitions != group.size:
-        raise UsageError(f"split: num_partitions={num_partitions}, but the group has {group.size} ranks")
+        raise UsageError(f"split: num_partitions={num_partitions!r}, but the group has {group.size} ranks")
     if (owner is None) != (name == ""):
         raise UsageError("split: owner and name go together: the layer is kept as the owner's submodule")
     taken = owner is not None and name not in owner._modules and hasattr(owner, name)
