@@ -2,10 +2,10 @@
 
 torch's `clip_grad_norm_` and `get_total_norm` would give every rank a norm of its own, and optimizers that
 take norms, products or line searches over a parameter (Adafactor, Muon, LBFGS) a step of its own; the ranks
-would drift apart without a word. DistributedDataParallel over those ranks would average different parts. The
-first cut layer puts a check before them: in `torch.nn.utils`, where training loops and trainers call it, before
-every optimizer's step, and where a module is wrapped. A name that was imported from `torch.nn.utils` before is
-the function without the check.
+would drift apart without a word. DistributedDataParallel over those ranks would average different parts.
+The first cut layer puts a check before them: in `torch.nn.utils`, where training loops and trainers call it,
+before every optimizer's step, and where a module is wrapped. A name that was imported from `torch.nn.utils`
+before is the function without the check.
 """
 
 from __future__ import annotations
