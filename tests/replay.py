@@ -87,7 +87,7 @@ class Recorded:
                 try:
                     layouts, computed = engine._call(node)
                 except Conflict as conflict:
-                    wanted = engine._remedies(node, conflict)
+                    wanted = engine.remedies(node, conflict)
                     given = all(isinstance(w, Grant) for w in wanted)
                     return result, {w.node: w.layout for w in wanted if isinstance(w, Grant)} if given else {}
                 engine._set(node, layouts, op=computed)

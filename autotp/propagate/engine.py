@@ -16,19 +16,20 @@ import torch
 from torch import fx
 
 from autotp.match import Matches
-from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard, describe, is_whole
+from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Shard, describe, is_whole
 from autotp.propagate.call import Call, Conflict, Value, needs_copy
 from autotp.propagate.ends import gradients, outputs
 from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.joint import joint
-from autotp.propagate.mapped import Mapped, after, copies_of, mapped_statistic, sums_of
-from autotp.propagate.operands import Part, parts_for
+from autotp.propagate.mapped import Mapped, after, mapped_statistic
+from autotp.propagate.operands import Part
 from autotp.propagate.ops import arguments_of, draws, op_name, rests, spoken
 from autotp.propagate.planned import PlannedLayers
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.propagation import Finding, Propagation
-from autotp.propagate.reads import Read, Unshared, solve
-from autotp.propagate.regions import Region, border, copied_around, regions_around, regions_for
+from autotp.propagate.reads import Read, Unshared
+from autotp.propagate.regions import Region, border, copied_around
+from autotp.propagate.remedies import Remedies, Remedy
 from autotp.propagate.rules import RULES
 from autotp.propagate.shapes import VIEWS
 from autotp.propagate.writes import written
@@ -37,9 +38,6 @@ from autotp.trace.graph import GRADIENT, REPEATED, Trace, Val
 __all__ = ["Engine", "Walk", "propagate"]
 
 Walk = Callable[[Propagation, Mapping[str, str]], "Engine"]
-_READABLE = ("AT305", "AT306")  # a whole value meets a shard
-Remedy = Read | Unshared | Grant | Part | Mapped | Region
-_LEAVING = ("AT310", "AT311", "AT314")  # a partial sum is used
 
 
 def propagate(
@@ -184,7 +182,7 @@ class Engine:
             self._set(node, layouts, frozenset() if whole else origins, op=computed)
         except Conflict as conflict:
             self._find(node, conflict, origins)
-            self.result.wanted += self._remedies(node, conflict)
+            self.result.wanted += self.remedies(node, conflict)
         except Exception as error:
             unknown = Conflict(
                 "AT304",
@@ -193,71 +191,12 @@ class Engine:
             )
             self._find(node, unknown, origins)
 
-    def _remedies(self, node: fx.Node, conflict: Conflict) -> list[Remedy]:
+    def remedies(self, node: fx.Node, conflict: Conflict) -> list[Remedy]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
-        code = conflict.code
-        found: list[Remedy] = []
-        if code == "AT310":
-            found += self._unshared(node) or self._solved(node, sums=True)
-        if not found and code in ("AT305", *_LEAVING):
-            found += self._regions(node, leaving=True)
-        if not found and code == "AT305":  # a copy at the border serves whatever comes in
-            found += self._regions(node, leaving=False)
-        if not found and code in _READABLE and node.op != "output":
-            found += self._solved(node, sums=False)
-        if not found and code == "AT306":
-            found += self._regions(node, leaving=False)
-        if not found and code == "AT305" and node.op != "output":
-            found += regions_around(
-                node,
-                self.result.trace,
-                self.result.layouts,
-                known=self.result.regions,
-                layers=self.layers.placed,
-                meets_part=node in self.result.grants
-                or not all(is_whole(self._seen(n, node)) for n in node.all_input_nodes),
-            )
-        if not found and code == "AT306" and node.op != "output":
-            found += parts_for(node, self.result.layouts, self._attempt, draws)
-        if not found and code in ("AT303", *_LEAVING):
-            found += sums_of(node, self._bind, self.result.layouts, conflict)
-        if not found and code == "AT305":
-            found += copies_of(
-                node, self._seen, self.result.layouts, self.result.mapped, self._is_read_by_itself
-            )
-        return found
-
-    def _unshared(self, node: fx.Node) -> list[Unshared]:
-        """The shared parameters of an op that is given no other part of a sum: that one is reduced by now."""
-        names = []
-        for value in (n for n in node.all_input_nodes if isinstance(self._seen(n, node), Partial)):
-            read = self.result.reads.get(value.meta["name"]) if value.op == "get_attr" else None
-            if read is None or not read.shared:
-                return []
-            names.append(read.name)
-        return [Unshared(name) for name in names]
-
-    def _is_read_by_itself(self, node: fx.Node) -> bool:
-        name = node.meta["name"]
-        layer = self.kinds.get(name) in ("linear", "conv1d")
-        return node.meta["origin"] == "parameter" and not layer and name not in self.result.cuts
-
-    def _solved(self, node: fx.Node, *, sums: bool) -> list[Read | Grant]:
-        found = solve(node, self.result.layouts, self._attempt, self._bind, self._seen, self.kinds, sums=sums)
-        # What is cut is no whole tensor that could be read in another form.
-        cut = any(isinstance(one, Read) and one.name in self.result.cuts for one in found)
-        return [] if cut else found
-
-    def _regions(self, node: fx.Node, *, leaving: bool) -> list[Region]:
-        return regions_for(
-            node,
-            self.result.trace,
-            self.result.layouts,
-            self.origins,
-            tensors=self.result.cuts.keys() - self.layers.owners.keys(),
-            known=self.result.regions,
-            leaving=leaving,
+        known = Remedies(
+            self.result, self.kinds, self.layers, self.origins, self._seen, self._bind, self._attempt
         )
+        return known.of(node, conflict)
 
     def _find(self, node: fx.Node, conflict: Conflict, origins: frozenset[str]) -> None:
         blamed = [o for value in conflict.blame for o in sorted(value.origins)]
@@ -426,7 +365,7 @@ class Engine:
             self._find(node, conflict, self.origins[node])
             if conflict.code == "AT311":
                 end = next(n for n in self.result.trace.graph.nodes if n.op == "output")
-                self.result.wanted += self._remedies(end, conflict)
+                self.result.wanted += self.remedies(end, conflict)
 
     def _foreign_backward(self) -> None:
         for node, conflict, of in gradients(self.result, self._whole_value):
