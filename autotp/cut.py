@@ -125,8 +125,14 @@ def _whole_size(shard: Shard, local: int, rank: int) -> int | None:
 
 
 def _checked_dim(name: str, x: Tensor, dim: int | None, shard: Shard | None) -> int:
+    if not isinstance(x, Tensor):
+        raise UsageError(f"{name}: a tensor is mapped, not {type(x).__name__}")
+    if not isinstance(shard, Shard | None):
+        raise UsageError(f"{name}: shard={shard!r} is no Shard")
     if dim is None:
         dim = -1 if shard is None else shard.dim
+    if type(dim) is not int:
+        raise UsageError(f"{name}: dim={dim!r} is no dim of a tensor")
     if not -x.ndim <= dim < x.ndim:
         raise UsageError(f"{name} on dim {dim}: the value has {x.ndim} dims")
     return dim % x.ndim

@@ -237,9 +237,17 @@ def _linear(x: Tensor, there: Kernel, back: Kernel, group: Group, cut: Cut | Non
     return y
 
 
+def _tensor(name: str, x: object) -> Tensor:
+    """`x`. Raises UsageError for what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise UsageError(f"{name}: a tensor is mapped, not {type(x).__name__}")
+    return x
+
+
 def _apply(name: str, x: Tensor, group: Group, cut: Cut | None, shard: Shard | None = None) -> Tensor:
     """Map `x`, whose cut is that of `shard`."""
     row = MAPPINGS[name]
+    _tensor(name, x)
     if capturing():
         where = {} if cut is None else {"dim": cut.dim} | ({} if shard is None else {"shard": shard})
         return marked(globals()[name], x, like=_like(name, group, cut), group=group, **where)
@@ -277,7 +285,9 @@ def copy(x: Tensor, group: Mesh = None) -> Tensor:
     [1.0, 1.0]
     """
     group = group_of(group)
-    return x if group.size == 1 else _apply("copy", x, group, None)
+    if group.size == 1 or not (capturing() or tracked(_tensor("copy", x))):
+        return x
+    return _apply("copy", x, group, None)
 
 
 def reduce(x: Tensor, group: Mesh = None) -> Tensor:

@@ -330,6 +330,13 @@ def test_errors_name_the_dim_the_size_and_the_ranks() -> None:
         "reduce_scatter on dim 1: its size 2 is less than the 3 ranks"
     )
     assert wrong(lambda g: mappings.scatter(x, g, dim=3)) == "scatter on dim 3: the value has 3 dims"
+    for name in ("gather", "all_gather", "scatter", "slice", "reduce_scatter"):
+        call = getattr(mappings, name)
+        assert wrong(lambda g, f=call: f(x, g, dim=1.0)) == f"{name}: dim=1.0 is no dim of a tensor"
+        assert wrong(lambda g, f=call: f(x, g, shard=3)) == f"{name}: shard=3 is no Shard"
+    for name in EIGHT:
+        call = getattr(mappings, name)
+        assert wrong(lambda g, f=call: f([1.0], g)) == f"{name}: a tensor is mapped, not list"
     assert wrong(lambda g: mappings.gather(x, g, dim=-4)) == "gather on dim -4: the value has 3 dims"
     assert wrong(lambda g: mappings.slice(x, g, shard=Shard(2, deal(4, 2)))) == (
         "slice on dim 2: its size 5 does not fit shard(dim 2: 2 equal parts) over 2 ranks"
