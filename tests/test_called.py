@@ -399,3 +399,12 @@ def test_a_call_is_looked_at_in_copies():
     with pytest.raises(UnprovenPath, match="flag=True"):
         copied[0](X, True, ONE)
     assert inspect.signature(ranks[0].forward) == inspect.signature(model.forward)
+
+
+def test_a_call_is_proven_without_the_hooks_that_came_later():
+    model, ranks = _ranks(_both)
+    seen = []
+    ranks[0].fc1.register_forward_hook(lambda *given: seen.append(1))
+    ranks[0].fc1.register_full_backward_hook(lambda *given: None)
+    _same(model, ranks, X.clone().requires_grad_(), True)  # proven anew
+    assert seen == [1]

@@ -138,7 +138,7 @@ def _hooked(rank, size):
     seen: list[tuple[str, Tensor]] = []
     model.fc1.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     model.fc2.register_forward_hook(lambda m, args, out: seen.append(("before", out.detach())) or out + 1)
-    autotp.shard(model, PLAN, inputs=X.float())
+    autotp.shard(model, PLAN, inputs=X)
     seen.clear()  # hooks run in a trace as well
     model.fc2.register_forward_hook(lambda m, args, out: seen.append(("after", out.detach())))
     model.fc2.register_full_backward_hook(lambda m, i, o: seen.append(("backward", o[0].detach().clone())))

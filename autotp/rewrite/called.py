@@ -27,7 +27,7 @@ from autotp.propagate.given import Proven
 from autotp.rewrite.attributes import Attributes
 from autotp.rewrite.free_numbers import free_numbers
 from autotp.rewrite.further import Call, proven_anew, whole
-from autotp.rewrite.undo import Change
+from autotp.rewrite.undo import Change, hooks
 from autotp.trace.graph import is_cache, parameters_of
 from autotp.trace.modes import takes_cache
 from autotp.trace.signature import UNKNOWN, Words, described, is_filled, signature
@@ -59,6 +59,7 @@ class Called:
         self.passed: set[Any] = set()  # calls that need not be looked at again
         self.fills = takes_cache(model) is not None
         self.before: Call | None = None  # the last call that may fill a cache
+        self.hooks = hooks(model)
         self.changes: Mapping[str, Change] = {}  # told when the model is sharded
 
     def look(
@@ -93,7 +94,7 @@ class Called:
         """Prove a call anew. Gives the arguments that may be any number."""
         how = {"training": model.training, "grad": torch.is_grad_enabled()}
         try:
-            twin = whole(model, self.changes, self.shapes)
+            twin = whole(model, self.changes, self.shapes, self.hooks)
         except Exception as error:
             self._raise(model, words, state, f"the model cannot be copied to be proven anew: {error}")
         further = proven_anew(twin, self.analysis, call, self.before, **how)

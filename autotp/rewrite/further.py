@@ -22,7 +22,7 @@ from autotp.analysis import Analysis
 from autotp.diagnostic import errors
 from autotp.propagate.propagation import Propagation
 from autotp.prove import Proof, prove_call
-from autotp.rewrite.undo import Change, undo
+from autotp.rewrite.undo import Change, Hooks, undo, without_later
 from autotp.trace.graph import TraceError, is_cache
 from autotp.trace.modes import Mode
 from autotp.trace.signature import is_filled
@@ -174,9 +174,9 @@ def _within(path: str, root: str) -> bool:
 
 
 def whole(
-    model: nn.Module, changes: Mapping[str, Change], shapes: Mapping[str, tuple[int, ...]]
+    model: nn.Module, changes: Mapping[str, Change], shapes: Mapping[str, tuple[int, ...]], hooks: Hooks
 ) -> nn.Module:
-    """The model as it was before it was sharded; each of its tensors is one number."""
+    """The model as it was before it was sharded, with the hooks of then; a tensor is one number."""
     memo: dict[int, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
@@ -188,6 +188,7 @@ def whole(
                     memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isolated else new
     twin = copy.deepcopy(model, memo)
     undo(twin, changes)
+    without_later(twin, hooks)
     twin.__dict__.pop("_autotp", None)
     return twin
 

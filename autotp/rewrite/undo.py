@@ -14,9 +14,10 @@ from torch import nn
 
 from autotp.diagnostic import UsageError
 
-__all__ = ["Change", "changes", "check", "snapshot", "undo"]
+__all__ = ["Change", "Hooks", "changes", "check", "hooks", "snapshot", "undo", "without_later"]
 
 Snapshot = dict[str, tuple[type[nn.Module], dict[str, Any]]]
+Hooks = dict[str, dict[str, frozenset[int]]]
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -85,6 +86,25 @@ def undo(model: nn.Module, changed: Mapping[str, Change]) -> None:
         module.__dict__.update(change.replaced)
         for table, hook in change.hooks:
             module.__dict__[table].pop(hook, None)
+
+
+def hooks(model: nn.Module) -> Hooks:
+    """The hooks of every module, by their numbers."""
+    return {
+        path: {
+            key: frozenset(value) for key, value in _attributes(module).items() if _is_hooks(key) and value
+        }
+        for path, module in model.named_modules()
+    }
+
+
+def without_later(model: nn.Module, before: Hooks) -> None:
+    """Take away the hooks that were not there before."""
+    for path, module in model.named_modules():
+        for key, table in module.__dict__.items():
+            if _is_hooks(key) and isinstance(table, dict):
+                for hook in [hook for hook in table if hook not in before.get(path, {}).get(key, ())]:
+                    del table[hook]
 
 
 def _is_hooks(key: str) -> bool:
