@@ -128,7 +128,35 @@ def test_what_is_no_plain_tensor_is_named(tmp_path):
         torch.save(content, path)
         assert refusal(path) == f"{path}: {fault}"
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    assert refusal(path).startswith(f"{path}: is not a file of plain tensors")
+    assert refusal(path) == (
+        f"{path}: is a pointer of Git LFS, 43 bytes, and not the file\n  = help: git lfs pull"
+    )
+    path.write_bytes(b"some text")
+    said = refusal(path)
+    assert said.startswith(f"{path}: is not a file of plain tensors") and "help" not in said
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("evil", [True, False])
+def test_of_a_damaged_file_it_is_never_said_to_run_it(tmp_path, zipped, evil):
+    """Cut off anywhere, or a byte of what is unpickled is another: it is damaged, and nothing else."""
+    path, state = tmp_path / "x.pt", {"a": torch.randn(30), **({"b": Touch(str(tmp_path))} if evil else {})}
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    whole = path.read_bytes()
+    help = "\n  = help: it is damaged or not all there: fetch or copy it again, and compare sizes"
+    cut = range(0, len(whole), 97 if zipped else 31) if not evil else (0, 60)
+    for size in cut:
+        path.write_bytes(whole[:size])
+        told = refusal(path)
+        assert told.endswith(help), told
+        if zipped and size > 4:
+            says = "is cut off: the table of contents that ends it is missing"
+            assert told == f"{path}: {says}; it has {size} bytes{help}"
+    if zipped:  # the older format has no checksums
+        at, size = whole.index(b"open" if evil else b"torch._utils"), len(whole)
+        path.write_bytes(whole[:at] + b"x" + whole[at + 1 :])
+        says = f"the names in it are damaged: their checksum is another; it has {size} bytes{help}"
+        assert refusal(path) == f"{path}: {says}"
 
 
 @pytest.mark.parametrize(

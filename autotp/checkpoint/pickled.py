@@ -33,6 +33,7 @@ from autotp.checkpoint.manifest import Digests
 from autotp.checkpoint.nested import weights_of
 from autotp.checkpoint.read import Memory
 from autotp.checkpoint.supply import Ties
+from autotp.checkpoint.unreadable import unreadable
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, encode_header, parse_header
 
@@ -154,11 +155,7 @@ def load_pickle(path: Path, harmless: Sequence[Any] = ()) -> Any:
             except RuntimeError:  # the format before torch 1.6 cannot be mapped
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{path}: is not a file of plain tensors, and nothing else in it is run ({reason})\n"
-            "  = help: if you trust it, torch.load(..., weights_only=False) it and save its state_dict"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def plain(path: Path, name: object, tensor: object) -> torch.Tensor:
