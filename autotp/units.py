@@ -199,7 +199,8 @@ def shard_of(
         name = rule.heads[place] if isinstance(rule.heads, tuple) else rule.heads
         what = _Units(count, unit_name(name, feature), "" if len(sizes) == 1 else " of a section", name)
         if count < tp and (not heads or rule.style != "column" or not _sharable(count, tp, beside)):
-            return _too_few(what, tp, config)
+            shared = heads and rule.style == "column"
+            return _too_few(what, tp, config, {n for n in beside if shared and n % count == 0})
         if length % count:
             message = f"{counted(count, what.name)} do not divide {counted(length, feature)}{what.part}"
             help = (f"numbers that divide {length}: {divisors(length)}",)
@@ -233,11 +234,11 @@ def _told(what: _Units, config: Mapping[str, object]) -> tuple[str, ...]:
     return (f"heads: {through} = {what.count} in the model's config",)
 
 
-def _too_few(what: _Units, tp: int, config: Mapping[str, object]) -> Fault:
+def _too_few(what: _Units, tp: int, config: Mapping[str, object], multiples: Collection[int]) -> Fault:
     """Fewer units than ranks. Ranks share heads only where a rule beside declares multiples of them."""
     few = what.name.rsplit(" ", 1)[-1]
     message = f"{counted(what.count, what.name)}{what.part} over tp={tp}: fewer {few} than ranks"
-    help = [f"tp sizes that work here: {listed_sizes(what.count)}"]
+    help = [f"tp sizes that work here: {listed_sizes(max(what.count, *multiples, 0))}"]
     queries = config.get("num_attention_heads")
     for_queries = what.given == "num_key_value_heads" and isinstance(queries, int) and queries >= tp
     if for_queries and isinstance(queries, int) and queries % what.count == 0:

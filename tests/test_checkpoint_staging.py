@@ -197,7 +197,13 @@ def test_a_run_that_was_interrupted_does_not_repeat_what_is_done(tmp_path):
             convert(source, out, progress=stop_in("model-00003"), **options)
         written = {p: p.stat().st_mtime_ns for p in partial(out).rglob("model-0000[12]*")}
         assert len(written) == 4 and not out.exists()
-    convert(source, out, **options)
+    names, told = sorted({path.name for path in written}), []
+    again = convert(source, out, progress=lambda *at: told.append(at), **options)
+    assert again.kept == tuple(names)
+    sizes = [(source / name).stat().st_size for name in names]
+    total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    assert told[0] == (sum(sizes), total, f"kept from the run before: {', '.join(names)}")
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told) and told[-1][0] == total
     for path, when in written.items():
         assert (out / path.relative_to(partial(out))).stat().st_mtime_ns == when
     assert tree(out) == tree(tmp_path / "whole")
@@ -214,7 +220,9 @@ def test_a_record_that_is_none_is_done_again(tmp_path, digests):
     job, line = map(json.loads, journal.read_text().splitlines())
     line["record"] = dict.fromkeys(line["record"], digests)
     journal.write_text(f"{json.dumps(job)}\n{json.dumps(line)}\n")
-    convert(source, out, **options)
+    told = []
+    assert convert(source, out, progress=lambda *at: told.append(at[:2]), **options).kept == ()
+    assert told[-1][0] == told[-1][1]
     assert check_shards(out, source=source).ok
 
 

@@ -24,7 +24,7 @@ from autotp.checkpoint.read import CHUNK, Differs, Memory, Part, Source, open_to
 from autotp.checkpoint.staging import Staging
 from autotp.checkpoint.supply import Supply
 from autotp.checkpoint.write import UNWRITTEN, Buffers, Gathers, create, stream, write_exactly
-from autotp.checkpoint.written import Progress, size_of
+from autotp.checkpoint.written import Progress, kept_words, size_of
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header
 from autotp.slicing import rows
@@ -42,10 +42,11 @@ def carry(
     *,
     job: str,
     progress: Progress | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Write the outputs aside, file by file, and put them in place as `target`.
 
-    With ranks among the outputs the manifest is written too, with the digests of what was written.
+    Returns the files that were kept as an earlier run had finished them; progress counts them at once. With
+    ranks among the outputs the manifest is written too, with the digests of what was written.
     """
     from autotp import __version__
 
@@ -68,6 +69,10 @@ def carry(
         staging.keep([output.header(file).path for output in there for file in names])
         for output in there:
             output.home.mkdir(exist_ok=True)
+        kept = [file.path.name for file in names]
+        if kept and progress is not None:
+            done = sum(file.size for file in names)
+            progress(done, total, kept_words(kept))
         for file in manifest.files:
             name = file.path.name
 
@@ -81,6 +86,9 @@ def carry(
             headers = [output.header(file) for output in placed]
             found = _finished(staging.finished.get(name), manifest, file, placed, headers, buffers)
             if found is None:
+                if name in kept:
+                    kept.remove(name)
+                    tell(-file.size if progress is not None else 0)
                 tell(len(file.raw))
                 found = _carry_file(supply, manifest.digest, file, placed, headers, lanes, tell)
                 supply.check(file)
@@ -90,7 +98,6 @@ def carry(
                 staging.finish(name, {key: [value.whole, *value.parts] for key, value in found.items()})
             else:
                 supply.check_digests(file, found)
-                tell(file.size)
             digests |= found
         companions = _carry_companions(supply, manifest, there, buffers)
         for output in there:
@@ -101,6 +108,7 @@ def carry(
             text = replace(manifest, digests=digests, companions=companions).dumps()
             _write_small(staging.path / MANIFEST, text.encode())
         staging.commit()
+    return tuple(kept)
 
 
 def _check_manifest_size(target: Path, manifest: Manifest, plain: str) -> None:

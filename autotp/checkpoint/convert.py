@@ -7,6 +7,7 @@ config.json describes; only then the first byte is written. What the folder look
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,7 +66,8 @@ def convert(
     - `biases`: of row layers in other trainers' files of each rank: "equal", or "summed" when each rank has a
       part of the sum
     - `progress`: called with (bytes done, bytes in all, file name)
-    - `dry_run`: everything but the writing
+    - `dry_run`: plan, headers and room are checked, and nothing is written; the bytes of tensors are not
+      read, so that damage, and copies that differ, are not found
 
     Memory: some blocks of 1 MiB, whatever the model and tp. dtypes are kept. Raises CheckpointError (the
     source or the target), PlanError (the plan, with every finding), UsageError (a wrong option).
@@ -111,7 +113,8 @@ def convert(
     written = Written(target, tp, chosen, name, manifest.proof, files, free, dry_run, left, notes)
     if not dry_run:
         written.check_room()
-        carry(supply, manifest, outputs, target, job="convert", progress=progress)
+        kept = carry(supply, manifest, outputs, target, job="convert", progress=progress)
+        written = replace(written, kept=kept)
     return written
 
 

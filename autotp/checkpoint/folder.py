@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotp.checkpoint.unfinished import absent
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, bad_name, parse_json, read_header, shown
 
@@ -104,7 +105,9 @@ def _open(path: Path) -> Folder:
             path.parent, (read_header(path),), config, companions=("config.json",) if config else ()
         )
     if not path.is_dir():
-        _refuse(path, "there is no such folder or file")
+        if path.exists():
+            _refuse(path, "is no folder and no file")
+        raise CheckpointError(absent(path, "there is no such folder or file"))
     files, index = _weights(path)  # first: a folder without any is refused before it is walked through
     return Folder(path, files, read_config(path), index, companions_of(path))
 

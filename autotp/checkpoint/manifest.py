@@ -36,6 +36,7 @@ from autotp.checkpoint.folder import (
 )
 from autotp.checkpoint.manifest_text import FileText, ManifestText, layout_of, layout_text
 from autotp.checkpoint.output import rank_folder
+from autotp.checkpoint.unfinished import absent
 from autotp.diagnostic import CheckpointError, PlanError
 from autotp.header import Header, parse_header, parse_json
 from autotp.placement import Shard
@@ -134,6 +135,8 @@ def load_manifest(folder: str | Path) -> Manifest:
     Raises CheckpointError naming the file and the place in it.
     """
     path = Path(folder) / MANIFEST
+    if not Path(folder).exists():
+        raise CheckpointError(absent(Path(folder)))
     if not path.is_file():
         _refuse(Path(folder), f"holds no {MANIFEST}: it is not a folder that autotp converted")
     table = parse_json(read_text(path), path, "content")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from autotp.checkpoint.manifest import load_manifest
@@ -36,5 +37,6 @@ def merge(
     if not dry_run:
         written.check_room()
         supply.check_companions()
-        carry(supply, manifest, [output], target, job="merge", progress=progress)
+        kept = carry(supply, manifest, [output], target, job="merge", progress=progress)
+        written = replace(written, kept=kept)
     return written

@@ -62,5 +62,6 @@ def reshard(
     if not dry_run:
         written.check_room()
         supply.check_companions()
-        carry(supply, again, outputs, target, job="reshard", progress=progress)
+        kept = carry(supply, again, outputs, target, job="reshard", progress=progress)
+        written = replace(written, kept=kept)
     return written

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from autotp.checkpoint.folder import JOURNAL
+from autotp.checkpoint.unfinished import partial
 from autotp.diagnostic import CheckpointError
 
 __all__ = ["Staging", "check_target", "free_bytes"]
@@ -55,12 +56,6 @@ def free_bytes(target: Path) -> int:
     while not os.path.isdir(place):
         place = place.parent
     return shutil.disk_usage(place).free + sum(entry.lstat().st_blocks * 512 for entry in left)
-
-
-def partial(target: Path) -> Path:
-    """The temporary folder beside a target."""
-    place = Path(os.path.abspath(target))
-    return place.with_name(f".{place.name}.autotp-partial")
 
 
 class Staging:

@@ -12,7 +12,7 @@ from autotp.diagnostic import CheckpointError
 from autotp.header import Header
 from autotp.plan import Plan
 
-__all__ = ["Progress", "Written", "files_of", "size_of"]
+__all__ = ["Progress", "Written", "files_of", "kept_words", "size_of"]
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the file at hand
 
@@ -25,7 +25,7 @@ class Written:
     before. `tp` is 1 and `proof` that of the shards for a merged folder. `plan_name` names the shipped
     plan that was chosen by the config, and is empty for one that was given. `proof` is "layouts" or "none".
     `left_out` are the files of the source folder that were neither read nor copied, `notes` what is not known
-    of the source.
+    of the source. `kept` are the files that an earlier run, which was killed, had finished.
     """
 
     target: Path
@@ -38,6 +38,7 @@ class Written:
     dry_run: bool
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +71,12 @@ def files_of(
             files.append((str(output.home / INDEX), len(output.index(headers, index))))
         files += [(str(output.home / name), size_of(content)) for name, content in companions.items()]
     return tuple(files)
+
+
+def kept_words(names: Sequence[str]) -> str:
+    """What is said of the files that were kept."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"kept from the run before: {', '.join(names[:4])}{more}"
 
 
 def size_of(content: Path | bytes) -> int:

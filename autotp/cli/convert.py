@@ -67,7 +67,14 @@ Architecture = Annotated[
         show_default=False,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, list the files, write nothing.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check plan, headers and room, and write nothing. No tensor's bytes are read, so damage and "
+        "copies that differ are not found; of a converted folder `autotp verify` finds them.",
+    ),
+]
 
 
 @guarded
@@ -239,6 +246,7 @@ def _headline(source: Path, written: Written, *, again: bool = False) -> str:
 
 def _summary(written: Written) -> str:
     """Each rank's folder with its bytes, and the total."""
+    from autotp.checkpoint.written import kept_words
     from autotp.report.words import bytes_words, count
 
     folders: dict[str, int] = {}
@@ -259,4 +267,8 @@ def _summary(written: Written) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     left = [f"left out: {', '.join(names[:LISTED])}{more}"] if names else []
     notes = [f"note: {note}" for note in written.notes]
-    return "\n".join([*lines, f"{verb} {written.target}: {total}{free}", *left, *notes, *short])
+    if written.dry_run:
+        notes.append("checked: plan, headers and room; the bytes of the tensors are not read in a dry run")
+    if written.kept:
+        notes.append(f"resumed: {kept_words(written.kept)}")
+    return "\n".join([*lines, f"{verb} {written.target}: {total}{free}", *left, *short, *notes])

@@ -61,7 +61,11 @@ def is_factory(target: str) -> bool:
 def no_target(target: str) -> UsageError:
     """The error for a target that is neither a file nor a factory."""
     what = TARGET[0].lower() + TARGET[1:].rstrip(".")
-    return UsageError(f"{target or repr(target)}: no such file or folder\n  = help: TARGET is {what}")
+    from autotp.checkpoint.unfinished import absent
+
+    says = "no such file or folder"
+    said = absent(Path(target), says) if target else f"{target!r}: {says}"
+    return UsageError(f"{said}\n  = help: TARGET is {what}")
 
 
 def choose_plan(wanted: str | None, config: Mapping[str, Any]) -> Plan:

@@ -12,7 +12,7 @@ import typer
 
 from autotp.cli.console import FINDINGS, FINE, Format, Plain, colourful, guarded, report_findings, write
 from autotp.cli.progress import progress
-from autotp.cli.target import TARGET
+from autotp.cli.target import TARGET, is_factory, no_target
 from autotp.diagnostic import AutotpError, PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ def command(
     if source is not None:
         raise UsageError(f"{target}: --source goes with a folder that `autotp convert` wrote")
     if tp is None:
+        if not is_factory(target) and not Path(target or "?").exists():
+            raise no_target(target)
         raise UsageError("say the number of ranks: --tp N")
     return _numbers(target, plan, tp, weights.value, dtype, format)
 
