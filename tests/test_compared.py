@@ -81,6 +81,10 @@ def _rounded(x, h):
     return h.tanh() if math.floor(x.shape[1] / 2) < round(h.shape[-1] * 1.5) else h
 
 
+def _together(x, h):
+    return h.tanh() if h.flatten(1).shape[1] > 60 else h
+
+
 def _left_alone(x, h):
     """A rank compares with another number."""
     return h.tanh() if x.shape[1] < int(h.shape[-1]) else h
@@ -90,7 +94,7 @@ def _left_alone(x, h):
     "between",
     [
         branch, _smaller, _mixed, _remainder, _bound, _parts, _root, _written, _elements, _bytes, _steps,
-        _rounded, _left_alone,
+        _rounded, _together, _left_alone,
     ],
 )  # fmt: skip
 def test_a_cut_size_compared_with_a_size_of_the_input_is_refused(between):

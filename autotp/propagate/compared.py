@@ -96,6 +96,8 @@ class _Comparisons:
         for one in self.whole.trace.compared:
             cut = next((dim for dim in sorted(one.dims) if self.is_cut(dim)), None)
             free = next((dim for dim in sorted(one.dims) if self.is_free(dim)), None)
+            if cut is not None and free is None and not one.bound and self._is_merged(cut):
+                free = cut  # a batch and what is cut, in one dim
             if cut is None or free is None or one.escaped or (one.equal and self._is_merged(cut)):
                 continue
             node = self.node(cut)

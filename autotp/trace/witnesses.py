@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from autotp.trace.capture import capture
 from autotp.trace.graph import TraceError, tensors_in
 from autotp.trace.inputs import Samples
+from autotp.trace.surroundings import quiet
 
 __all__ = ["resized", "sizes_said", "witnesses"]
 
@@ -80,7 +81,8 @@ def _free(module: nn.Module, samples: Samples) -> Iterator[Place]:
 
 def _runs(module: nn.Module, samples: Samples) -> bool:
     try:
-        capture(module, samples.args, samples.kwargs, grad=False)
+        with quiet():
+            capture(module, samples.args, samples.kwargs, grad=False)
     except TraceError as error:
         return error.dynamic
     return True
