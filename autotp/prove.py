@@ -30,7 +30,7 @@ from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
 from autotp.propagate.given import Traced, calls_of, guard_of
 from autotp.propagate.mapped import counted
-from autotp.propagate.merged import merged, sums
+from autotp.propagate.merged import Sum, merged, sums
 from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
@@ -251,7 +251,7 @@ class _Prover:
         self,
         traces: Mapping[str, Trace],
         unreduced: frozenset[str] = frozenset(),
-        sums: Mapping[str, list[fx.Node]] | None = None,
+        sums: Mapping[str, Mapping[fx.Node, Sum]] | None = None,
     ) -> dict[str, Propagation]:
         """Every mode's layouts, with the same cuts and reads in all of them."""
         whole: Propagation | None = None
@@ -269,7 +269,7 @@ class _Prover:
                     reads=self.proof.reads,
                     regions=self.proof.regions,
                     unreduced=unreduced,
-                    sums=sums[mode] if sums is not None else (),
+                    sums=sums[mode] if sums is not None else None,
                 )
                 if not whole.findings:
                     spread(whole, known)
@@ -337,7 +337,9 @@ class _Prover:
         else:
             proof.random_in_eval |= whole.random
         if any(
-            draws(n) and not _is_part(whole, n) for n in whole.trace.graph.nodes if n.op == "call_function"
+            draws(n) and (n in whole.dropouts or not _is_part(whole, n))
+            for n in whole.trace.graph.nodes
+            if n.op == "call_function"
         ):
             proof.draws.add("train" if training else "eval")
         told = {d.message for d in proof.diagnostics}
@@ -395,9 +397,12 @@ class _Prover:
         return next((whole for _, whole in ran if whole.findings), None)
 
 
-def _meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[str, list[fx.Node]]:
+def _meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[str, dict[fx.Node, Sum]]:
     """The sums in which these row layers meet, of each mode."""
-    return {mode: [n for n, paths in sums(whole).items() if paths <= rows] for mode, whole in wholes.items()}
+    return {
+        mode: {node: one for node, one in sums(whole).items() if rows.issuperset(one.paths)}
+        for mode, whole in wholes.items()
+    }
 
 
 def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:

@@ -54,3 +54,37 @@ class Sometimes(Parallel):
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.branches(x)
         return a + b if self.training else a + (x + b)
+
+
+class Never(Parallel):
+    """In training the branches do not meet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        return a * b if self.training else a + (x + b)
+
+
+class Between(Parallel):
+    """What goes in is added first, and read once more; it depends on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        a, b = self.branches(x)
+        h = x + a + b
+        return h + x.tanh()
+
+
+def summed(x: Tensor, y: Tensor) -> Tensor:
+    return y + x
+
+
+class Helped(Parallel):
+    """A helper adds what goes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        return summed(x, a) + b

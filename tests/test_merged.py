@@ -24,13 +24,16 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     ("model", "edits"),
     [
         (parallel.Parallel(), ["return reduce(a + b) + x"]),
-        (parallel.Parallel(dropout=0.3), []),  # it would drop other elements of each part
+        (parallel.Parallel(dropout=0.3), ["return reduce(a + b) + x"]),
         (parallel.Written(), []),
         (parallel.ReadTwice(), []),
         (parallel.Three(), []),
-        (parallel.Sometimes(), []),
+        (parallel.Sometimes(), ["return reduce(a + b) if self.training else reduce(a + (share(x) + b))"]),
+        (parallel.Never(), []),
+        (parallel.Between(), ["h = reduce(share(x) + a + b)"]),
+        (parallel.Helped(), ["return reduce(summed(share(x), a) + b)"]),
     ],
-    ids=["sum", "dropout", "written", "read twice", "called twice", "sometimes"],
+    ids=["sum", "dropout", "written", "read twice", "called twice", "sometimes", "never", "between", "helped"],
 )
 def test_branches_that_meet_in_a_sum_have_one_reduce(model, edits):
     analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)

@@ -203,6 +203,8 @@ class _Walk:
                 Mapped(kind, "before", of) for kind in kinds
             ], "added by the proof: a whole tensor meets a shard"
         layout = self._layout(value)
+        if (reader, value) in self.whole.shared:
+            return [Mapped("share", "before", self._called(value))], "added to parts of a sum"
         if layout == INVARIANT and self._seen(value, reader) == REPLICATE:
             of = self._called(value)
             return [Mapped("copy", "before", of)], BORDER

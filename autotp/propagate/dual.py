@@ -101,6 +101,10 @@ class _Comparison:
             i, j = i + 1, j + 1
         if broken:
             return None
+        for mark in (n for n in got[j:] if op_name(n) == MARK):
+            finding = self._marked(mark)
+            if finding is not None:
+                return finding
         if not all(silent(n) or op_name(n) == MARK for n in (*wanted[i:], *got[j:])):
             node = wanted[i] if i < len(wanted) else got[j]
             return self._finding(
@@ -126,6 +130,11 @@ class _Comparison:
         value, others, step = mark.args
         assert isinstance(value, fx.Node) and isinstance(others, (list, tuple))
         source = self._id(value)
+        if step == "share":
+            if source not in (self._seen(n) for _, n in self.whole.shared):
+                return self._mapping(mark, "share stands around a value that is not shared there")
+            self.ids[mark] = (step, source)
+            return None
         made = self.made.get(stripped(source))
         asked = self.whole.mapped.get(made, ()) if made is not None else ()
         operands = [self._id(n) for n in others if isinstance(n, fx.Node)]
@@ -148,6 +157,11 @@ class _Comparison:
         for step in self.whole.mapped.get(node, ()):
             found = found if step == "copy" and not _grad(node) else (step, found)
         return found
+
+    def _given(self, reader: fx.Node, node: fx.Node) -> Any:
+        """A value as one of its readers must be given it."""
+        found = self._seen(node)
+        return ("share", found) if (reader, node) in self.whole.shared else found
 
     def _silent(self, wanted: fx.Node) -> bool:
         """Whether the rank may leave out an op of the whole run."""
@@ -292,10 +306,14 @@ class _Comparison:
     def _arguments(self, wanted: fx.Node, got: fx.Node) -> Finding | None:
         ours, theirs = _named(wanted), _named(got)
         local = local_call(self.whole, wanted, self.rank)
+
+        def given(node: fx.Node) -> Any:
+            return self._given(wanted, node)
+
         for name in sorted(ours.keys() | theirs.keys()):
             here = theirs.get(name)
             if has_node(ours.get(name)) or has_node(here):
-                if self._places(ours.get(name), self._seen) != self._places(here, self._id):
+                if self._places(ours.get(name), given) != self._places(here, self._id):
                     lacking = self._unmapped(ours.get(name))
                     if lacking is not None:
                         return lacking

@@ -8,7 +8,7 @@ unknown and so is all that follows from it: only first causes are reported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from autotp.propagate.ends import gradients, outputs
 from autotp.propagate.flexible import Grant, grantable
 from autotp.propagate.joint import joint
 from autotp.propagate.mapped import Mapped, after, mapped_statistic
+from autotp.propagate.merged import Sum
 from autotp.propagate.operands import Part
 from autotp.propagate.ops import arguments_of, draws, op_name, rests, spoken
 from autotp.propagate.planned import PlannedLayers
@@ -50,7 +51,7 @@ def propagate(
     reads: Mapping[str, Read],
     regions: Mapping[str, Region],
     unreduced: frozenset[str] = frozenset(),
-    sums: Iterable[fx.Node] = (),
+    sums: Mapping[fx.Node, Sum] | None = None,
     engine: Walk | None = None,
 ) -> Propagation:
     """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
@@ -64,12 +65,15 @@ def propagate(
     whole: set[str] = set()
     grants: dict[fx.Node, Layout] = {}
     parts: dict[tuple[fx.Node, fx.Node], Shard] = {}
+    sums = sums or {}
     mapped: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(sums, ("reduce",))
     around_them: dict[str, Region] = {}  # places that are given what a region around them has copied
+    shared = frozenset(pair for one in sums.values() for pair in one.shared)
+    dropouts = frozenset(node for one in sums.values() for node in one.dropouts)
     while True:
         start = Propagation(
             trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts),
-            dict(mapped), unreduced,
+            dict(mapped), unreduced, shared, dropouts,
         )  # fmt: skip
         result = (engine or Engine)(start, kinds).run()
         before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped))
@@ -236,13 +240,19 @@ class Engine:
         self._traced_backward(call)
         how = self.result.mapped.get(node)
         statistic = mapped_statistic(call, how) if how is not None else None
-        layouts = statistic or self._granted(call) or self._rule(call)
+        layouts = statistic or self._granted(call) or self._dropped(call) or self._rule(call)
         self._random(call, layouts[0])
         for alias in written(self.result, call, layouts[0], self._seen):
             self._set(alias, [layouts[0]], self.origins[alias])
         if how is not None:
             return after(layouts, how), layouts
         return ([INVARIANT] if self.layers.gathered(node) else layouts), layouts
+
+    def _dropped(self, call: Call) -> list[Layout] | None:
+        """A part of a sum, of which each rank zeroes the same elements: they are drawn from the common
+        stream."""
+        alike = call.node in self.result.dropouts and any(v.partial for v in call.values)
+        return [PARTIAL] if alike else None
 
     def _granted(self, call: Call) -> list[Layout] | None:
         """The layout that a fresh or expanded value takes for free; what it expands is copied."""
@@ -321,6 +331,8 @@ class Engine:
     def _seen(self, node: fx.Node, reader: fx.Node | None) -> Layout:
         if reader is not None and (reader, node) in self.result.parts:
             return self.result.parts[reader, node]
+        if reader is not None and (reader, node) in self.result.shared:
+            return PARTIAL
         layout = self.result.layouts[node][0]
         layout = border(self.result.trace, self.result.regions, node, layout, reader)
         if reader is None or not is_whole(layout):
@@ -355,7 +367,8 @@ class Engine:
                 blame=tuple(call.sharded()),
                 notes=(describe(layout),),
             )
-        found = self.result.random_whole if is_whole(layout) else self.result.random
+        common = is_whole(layout) or isinstance(layout, Partial)
+        found = self.result.random_whole if common else self.result.random
         found.add(call.node.meta["module"])
 
     # -- what comes out

@@ -4,13 +4,20 @@
     reduce(mlp(x) + attention(x)) + x
 
 Row layers whose outputs meet in a sum, and nothing else reads them, leave their parts on the ranks. Every
-call in every mode must be such, or the layer reduces as always. A random dropout between them is left alone:
-it would zero other elements of each part.
+call in every mode must be such, or the layer reduces as always. A whole value that is added before they have
+met is shared: it is rank 0's part.
+
+    x + attention(x) + mlp(x)
+    reduce(share(x) + attention(x) + mlp(x))
+
+A dropout between them draws from the stream that is common to all ranks, so it zeroes the same elements of
+each part: it is the dropout of the sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -18,23 +25,38 @@ from autotp.placement import INVARIANT
 from autotp.propagate.ops import arguments_of, draws, op_name
 from autotp.propagate.pointwise import LINEAR_IN_ONE
 from autotp.propagate.propagation import Propagation
+from autotp.propagate.regions import border
 
-__all__ = ["merged", "sums"]
+__all__ = ["Sum", "merged", "sums"]
 
 _SHAPES = frozenset(["view", "reshape", "_unsafe_view"])
-Sums = Mapping[fx.Node, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What is summed in an addition: the outputs of the row layers `paths`, and `shared` whole values, as
+    (reader, value). `nodes` are the ops between, `dropouts` those of them that draw."""
+
+    paths: tuple[str, ...]
+    shared: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    nodes: tuple[fx.Node, ...] = ()
+
+    @property
+    def dropouts(self) -> tuple[fx.Node, ...]:
+        """The ops that draw."""
+        return tuple(n for n in self.nodes if draws(n))
 
 
 def merged(wholes: Iterable[Propagation]) -> frozenset[str]:
     """The row layers that may leave their output partial in every mode."""
     found = [(whole, sums(whole)) for whole in wholes]
-    kept = frozenset[str]().union(*(paths for _, each in found for paths in each.values()))
+    kept = frozenset(path for _, each in found for one in each.values() for path in one.paths)
     while True:
         before = kept
         for whole, each in found:
             inside = dict.fromkeys(kept, 0)
-            for paths in each.values():
-                for path in paths if paths <= kept else ():
+            for one in each.values():
+                for path in one.paths if kept.issuperset(one.paths) else ():
                     inside[path] = inside.get(path, 0) + 1
             rows = [n.meta["module"] for n in whole.trace.ops() if _row(whole, n)]
             kept = frozenset(path for path in kept if inside[path] == rows.count(path))
@@ -42,38 +64,59 @@ def merged(wholes: Iterable[Propagation]) -> frozenset[str]:
             return kept
 
 
-def sums(whole: Propagation) -> Sums:
-    """The outermost additions of row layers' outputs alone, each with the layers."""
-    found: dict[fx.Node, frozenset[str]] = {}
+def sums(whole: Propagation) -> Mapping[fx.Node, Sum]:
+    """The outermost additions in which row layers' outputs meet."""
+    found: dict[fx.Node, Sum] = {}
     for node in whole.trace.ops():
-        paths = _branches(whole, node) if op_name(node) == "add" else None
-        if paths is None or len(paths) < 2:
+        one = _branches(whole, node) if op_name(node) == "add" else None
+        if one is None or any(reader is node for reader, _ in one.shared):
             continue
-        for value in node.all_input_nodes:
-            found.pop(value, None)
-        found[node] = frozenset(paths)
+        for inside in one.nodes:
+            found.pop(inside, None)
+        found[node] = one
     return found
 
 
-def _branches(whole: Propagation, node: fx.Node) -> list[str] | None:
-    """The row layers whose outputs, and nothing else, are summed in a value; each once."""
+def _branches(whole: Propagation, node: fx.Node) -> Sum | None:
+    """The row layers whose outputs are summed in a value, each once; None where there are none, or anything
+    else happens to them."""
     if node.op != "call_function" or whole.layouts.get(node) != [INVARIANT]:
         return None
     if _row(whole, node):
-        return [node.meta["module"]]
-    inputs = node.all_input_nodes
-    if any(len(value.users) != 1 for value in inputs) or draws(node) or node.meta.get("mutates"):
+        return Sum((node.meta["module"],))
+    inputs, name = node.all_input_nodes, op_name(node)
+    if node.meta.get("mutates") or (draws(node) and name != "dropout"):
         return None
-    if op_name(node) == "add":
-        given = arguments_of(node)
-        if len(inputs) != 2 or given.get("alpha", 1) != 1 or len({v.meta["val"].shape for v in inputs}) != 1:
-            return None
-        found = [_branches(whole, value) for value in inputs]
-        paths = [path for each in found for path in each or ()]
-        return paths if None not in found and len(set(paths)) == len(paths) else None
-    if op_name(node) in (*LINEAR_IN_ONE, *_SHAPES) and len(inputs) == 1:
-        return _branches(whole, inputs[0])
+    if name == "add":
+        return _added(whole, node)
+    if name in (*LINEAR_IN_ONE, *_SHAPES) and len(inputs) == 1 and len(inputs[0].users) == 1:
+        found = _branches(whole, inputs[0])
+        return None if found is None else Sum(found.paths, found.shared, (*found.nodes, node))
     return None
+
+
+def _added(whole: Propagation, node: fx.Node) -> Sum | None:
+    """The sum of what two values are sums of; one of them may be whole."""
+    inputs = node.all_input_nodes
+    if len(inputs) != 2 or arguments_of(node).get("alpha", 1) != 1:
+        return None
+    if len({value.meta["val"].shape for value in inputs}) != 1:
+        return None
+    found = [_branches(whole, value) if len(value.users) == 1 else None for value in inputs]
+    every = [one for one in found if one is not None]
+    shared = [(node, value) for value, one in zip(inputs, found, strict=True) if one is None]
+    paths = tuple(path for one in every for path in one.paths)
+    if not every or len(set(paths)) != len(paths) or not all(_shareable(whole, *pair) for pair in shared):
+        return None
+    pairs = (*(pair for one in every for pair in one.shared), *shared)
+    return Sum(paths, pairs, (*(n for one in every for n in one.nodes), node))
+
+
+def _shareable(whole: Propagation, reader: fx.Node, value: fx.Node) -> bool:
+    """Whether a value is whole for its reader, its gradient, too."""
+    if value.op == "get_attr" or whole.layouts.get(value) != [INVARIANT] or (reader, value) in whole.parts:
+        return False
+    return border(whole.trace, whole.regions, value, INVARIANT, reader) == INVARIANT
 
 
 def _row(whole: Propagation, node: fx.Node) -> bool:

@@ -42,7 +42,8 @@ class Propagation:
     resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
     values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
     a rank's part, `mapped` the statistics and sums that go through mappings, `unreduced` the row layers that
-    leave their outputs partial. `random` and `random_whole` are the
+    leave their outputs partial, `shared` (reader, value) the whole values that are added to these, `dropouts`
+    those of them that are dropped out alike on every rank. `random` and `random_whole` are the
     modules that draw random numbers on a shard and on whole values, `resting` those of
     dropout on a shard of rate 0, `reached` the layers of the plan that
     ran, `copied` the column layers whose input has a gradient to sum, with those inputs, `uncopied` those
@@ -60,6 +61,8 @@ class Propagation:
     parts: dict[tuple[fx.Node, fx.Node], Shard] = field(default_factory=dict)
     mapped: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
     unreduced: frozenset[str] = frozenset()
+    shared: frozenset[tuple[fx.Node, fx.Node]] = frozenset()
+    dropouts: frozenset[fx.Node] = frozenset()
     wanted: list[Read | Unshared | Grant | Part | Mapped | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from autotp.propagate.dual import local_call
 from autotp.propagate.mapped import MARK
 from autotp.propagate.ops import SILENT, arguments_of, name_of, named_arguments, op_name, silent
 from autotp.propagate.propagation import Propagation
-from autotp.rewrite.edits.edit import Edit, Local, Part, Size
+from autotp.rewrite.edits.edit import Edit, Local, Mapped, Part, Size, Wrapper
 from autotp.rewrite.edits.find import (
     Found,
     Wrong,
@@ -88,6 +88,7 @@ class Guide:
         given = named_arguments(func, args, kwargs)
         if wanted in self.whole.mapped:
             self._mapped(wanted, given)
+        self._shared(wanted, given)
         mine = local_call(self.whole, wanted, self.rank)
         changed: dict[str, Any] = {}
         for name, whole in arguments_of(wanted).items():
@@ -152,16 +153,7 @@ class Guide:
             return here  # an edit gives the part already
         assert shard.deal is not None
         how = Part(shard.dim, whole.meta["val"].shape[shard.dim] // shard.groups, shard.deal)
-        try:
-            frames = list(frames_of(sys._getframe(2)))
-            found = find_operand(here, list(sites_of(frames)), lambda level: self._in_method(frames[level]))
-            if found is None:
-                self.missing.append(Missing(node, "no expression is known that gives the whole value"))
-            else:
-                level, site, expression = found
-                self._edit(node, frames, Found(level, site, expression, how))
-        except NoSource as error:
-            self.missing.append(Missing(node, str(error)))
+        self._operand(node, here, how, sys._getframe(2))
         return in_place_of(here, lambda value: take(value, shard, self.rank))
 
     # -- a statistic
@@ -176,6 +168,30 @@ class Guide:
                 self.missing.append(Missing(node, "no expression is known that gives its result alone"))
             else:
                 self._edit(node, frames, found)
+        except NoSource as error:
+            self.missing.append(Missing(node, str(error)))
+
+    # -- a whole value that is added to parts of a sum
+
+    def _shared(self, node: fx.Node, given: Mapping[str, Any]) -> None:
+        """Note the edits that share what the op is given whole."""
+        for name, whole in arguments_of(node).items():
+            here = given.get(name)
+            if not isinstance(whole, fx.Node) or (node, whole) not in self.whole.shared:
+                continue
+            if not hasattr(here, "autotp_shared"):
+                self._operand(node, here, Mapped(("share",)), sys._getframe(2))
+
+    def _operand(self, node: fx.Node, here: Any, how: Wrapper, frame: FrameType) -> None:
+        """Note the edit that puts a wrapper around an operand, the tensor `here`."""
+        try:
+            frames = list(frames_of(frame))
+            found = find_operand(here, list(sites_of(frames)), lambda level: self._in_method(frames[level]))
+            if found is None:
+                self.missing.append(Missing(node, "no expression is known that gives the whole value"))
+            else:
+                level, site, expression = found
+                self._edit(node, frames, Found(level, site, expression, how))
         except NoSource as error:
             self.missing.append(Missing(node, str(error)))
 

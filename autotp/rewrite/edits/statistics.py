@@ -4,6 +4,7 @@
     var(v, x)       v is the variance of a rank's elements x: that of all ranks' elements; std alike
     reduce(v)       the sum over the ranks
     copy(v)         v, whose gradient is summed over the ranks
+    share(v)        v as a term of a sum over the ranks: it is rank 0's part
 
 With n_r of n elements on rank r, the mean is the sum of mean_r n_r / n. A variance is computed anew from the
 elements: one element on a rank has none of its own. While a model is proven each is a mark in the trace, by
@@ -40,12 +41,16 @@ def mapping_of(how: Mapped, step: str, group: Group | None) -> Callable[..., Ten
 
         def mark(value: Tensor, *others: Tensor) -> Tensor:
             marked: Tensor = torch.ops.autotp.mapped(value, list(others), step)
+            if step == "share":
+                marked.autotp_shared = True  # type: ignore[attr-defined]
             return marked
 
         return mark
     known: Group = group
     if step == "reduce":
         return lambda value: mappings.reduce(value, known)
+    if step == "share":
+        return lambda value: mappings.share(value, known)
     if step == "copy":
         return lambda value: _own(mappings.copy(value, known))
     assert how.size is not None
