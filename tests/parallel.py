@@ -32,6 +32,26 @@ class Written(Parallel):
         return a + x
 
 
+class Aliased(Parallel):
+    """What is written into has another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        same = a
+        a += b
+        return a * same.tanh()
+
+
+class WrittenInto(Parallel):
+    """The branches are written into what goes in, which is read again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.branches(x)
+        y = x * 2
+        y += a
+        return y + b
+
+
 class ReadTwice(Parallel):
     """One branch is read by itself as well."""
 

@@ -25,7 +25,9 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     [
         (parallel.Parallel(), ["return reduce(a + b) + x"]),
         (parallel.Parallel(dropout=0.3), ["return reduce(a + b) + x"]),
-        (parallel.Written(), []),
+        (parallel.Written(), ["a += b; a = reduce(a)"]),
+        (parallel.Aliased(), []),
+        (parallel.WrittenInto(), []),
         (parallel.ReadTwice(), []),
         (parallel.Three(), []),
         (parallel.Sometimes(), ["return reduce(a + b) if self.training else reduce(a + (share(x) + b))"]),
@@ -33,7 +35,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
         (parallel.Between(), ["h = reduce(share(x) + a + b)"]),
         (parallel.Helped(), ["return reduce(summed(share(x), a) + b)"]),
     ],
-    ids=["sum", "dropout", "written", "read twice", "called twice", "sometimes", "never", "between", "helped"],
+    ids=lambda value: "" if isinstance(value, list) else type(value).__name__,
 )
 def test_branches_that_meet_in_a_sum_have_one_reduce(model, edits):
     analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)

@@ -85,10 +85,10 @@ def _branches(whole: Propagation, node: fx.Node) -> Sum | None:
     if _row(whole, node):
         return Sum((node.meta["module"],))
     inputs, name = node.all_input_nodes, op_name(node)
-    if node.meta.get("mutates") or (draws(node) and name != "dropout"):
-        return None
     if name == "add":
         return _added(whole, node)
+    if node.meta.get("mutates") or (draws(node) and name != "dropout"):
+        return None
     if name in (*LINEAR_IN_ONE, *_SHAPES) and len(inputs) == 1 and len(inputs[0].users) == 1:
         found = _branches(whole, inputs[0])
         return None if found is None else Sum(found.paths, found.shared, (*found.nodes, node))
@@ -114,7 +114,9 @@ def _added(whole: Propagation, node: fx.Node) -> Sum | None:
 
 def _shareable(whole: Propagation, reader: fx.Node, value: fx.Node) -> bool:
     """Whether a value is whole for its reader, its gradient, too."""
-    if value.op == "get_attr" or whole.layouts.get(value) != [INVARIANT] or (reader, value) in whole.parts:
+    if value.op == "get_attr" or value in reader.meta.get("mutates", ()):
+        return False
+    if whole.layouts.get(value) != [INVARIANT] or (reader, value) in whole.parts:
         return False
     return border(whole.trace, whole.regions, value, INVARIANT, reader) == INVARIANT
 

@@ -126,7 +126,8 @@ class Mapped:
     """`copy(mean(tensor))`: the value goes through mappings over the ranks, the first one first.
 
     `size` is the number of elements that a statistic is taken over, with the ranks'; a variance is computed
-    from the value of the text `operand`, `along` a dim: (dim, keepdim, what is taken off that number).
+    from the value of the text `operand`, `along` a dim: (dim, keepdim, what is taken off that number). Of
+    `a += b` the `operand` is a, which is mapped after it.
     """
 
     how: tuple[str, ...]

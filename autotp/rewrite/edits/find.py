@@ -57,7 +57,7 @@ class Found:
 
     level: int
     site: Site
-    node: ast.expr
+    node: ast.expr | ast.AugAssign
     wrapper: Wrapper
 
 
@@ -198,6 +198,11 @@ def _operands(node: ast.AST) -> list[ast.expr]:
 
 def mapped_at(site: Site, level: int, whole: Propagation, node: fx.Node, operand: object) -> Found | None:
     """The expression that is the op's result, with its mappings."""
+    if isinstance(site.node, ast.AugAssign):  # `a += b`, and then a is mapped
+        name = site.node.target
+        if not isinstance(name, ast.Name) or whole.mapped[node] != ("reduce",):
+            return None
+        return Found(level, site, site.node, Mapped(("reduce",), operand=name.id))
     if not isinstance(site.node, ast.expr):
         return None
     how, source = whole.mapped[node], node.all_input_nodes[0]
