@@ -292,17 +292,17 @@ class _Prover:
     ) -> dict[str, Propagation] | None:
         """The layouts with one reduce after the sum of parallel branches, proven on every rank; None where
         there are none, or the code cannot be edited so."""
-        if self.stands is not None:
-            rows = frozenset(self.stands[0].unreduced)
-        else:
-            rows = merged(before.values())
-            rows = frozenset() if is_looked_at(self.module, rows) else rows
-        if not rows:
+        rows = merged(before.values()) if self.stands is None else frozenset(self.stands[0].unreduced)
+        meeting = _meeting(before, rows)
+        rows |= _between(meeting)
+        if not rows or (self.stands is None and is_looked_at(self.module, rows)):
             return None
         if self.repeats:
             raise Unlike  # the edits of every layer are looked for
         settled = self._settled()
-        found = self._propagated(traces, rows, _meeting(before, rows))
+        settled = self._settled()
+        self._let_out(rows)
+        found = self._propagated(traces, rows, meeting)
         ran = [(mode, found[mode.name]) for mode in modes if mode.name in found]
         if len(ran) == len(modes) and not any(whole.findings for _, whole in ran):
             self._solve(ran)
@@ -314,6 +314,14 @@ class _Prover:
         self.proof.cuts, self.proof.reads, self.proof.regions = settled
         self.proof.edits = Edits()
         return None
+
+    def _let_out(self, rows: frozenset[str]) -> None:
+        """The regions among these leave what they give as parts of a sum."""
+        none: frozenset[str] = frozenset()
+        self.proof.regions = {
+            path: replace(region, reduced=none) if path in rows else region
+            for path, region in self.proof.regions.items()
+        }
 
     def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
         return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)
@@ -386,7 +394,9 @@ class _Prover:
         traces, settled = {mode.name: trace for mode, trace in captured}, self._settled()
         wholes = self._propagated(traces)
         if (rows := self.proof.unreduced) and not any(whole.findings for whole in wholes.values()):
-            wholes = self._propagated(traces, rows, _meeting(wholes, rows))
+            meeting = _meeting(wholes, rows)
+            self._let_out(rows)
+            wholes = self._propagated(traces, rows, meeting)
         ran = [(mode, wholes[mode.name]) for mode, _ in captured if mode.name in wholes]
         if not any(whole.findings for _, whole in ran):
             if self._settled() != settled:
@@ -403,6 +413,17 @@ def _meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[st
         mode: {node: one for node, one in sums(whole).items() if rows.issuperset(one.paths)}
         for mode, whole in wholes.items()
     }
+
+
+def _between(meeting: Mapping[str, Mapping[fx.Node, Sum]]) -> frozenset[str]:
+    """The modules that give parts of a sum to the module that sums them: dropouts."""
+    return frozenset(
+        path
+        for each in meeting.values()
+        for top, one in each.items()
+        for path in (node.meta["module"] for node in one.nodes)
+        if path and path != top.meta["module"] and not top.meta["module"].startswith(f"{path}.")
+    )
 
 
 def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:

@@ -10,18 +10,20 @@ met is shared: it is rank 0's part.
     x + attention(x) + mlp(x)
     reduce(share(x) + attention(x) + mlp(x))
 
+A module of raw tensors (`x @ self.weight.T`) that reduces its output at its border is such a layer, too.
 A dropout between them draws from the stream that is common to all ranks, so it zeroes the same elements of
 each part: it is the dropout of the sum.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.placement import INVARIANT
+from autotp.placement import INVARIANT, PARTIAL
 from autotp.propagate.ops import arguments_of, draws, op_name
 from autotp.propagate.pointwise import LINEAR_IN_ONE
 from autotp.propagate.propagation import Propagation
@@ -34,7 +36,7 @@ _SHAPES = frozenset(["view", "reshape", "_unsafe_view"])
 
 @dataclass(frozen=True)
 class Sum:
-    """What is summed in an addition: the outputs of the row layers `paths`, and `shared` whole values, as
+    """What is summed in an addition: the outputs of the layers `paths`, and `shared` whole values, as
     (reader, value). `nodes` are the ops between, `dropouts` those of them that draw."""
 
     paths: tuple[str, ...]
@@ -58,8 +60,9 @@ def merged(wholes: Iterable[Propagation]) -> frozenset[str]:
             for one in each.values():
                 for path in one.paths if kept.issuperset(one.paths) else ():
                     inside[path] = inside.get(path, 0) + 1
-            rows = [n.meta["module"] for n in whole.trace.ops() if _row(whole, n)]
-            kept = frozenset(path for path in kept if inside[path] == rows.count(path))
+            calls = Counter(n.meta["module"] for n in whole.trace.ops() if _row(whole, n))
+            calls.update({p: len(whole.trace.left.get(p, ())) for p, r in whole.regions.items() if r.reduced})
+            kept = frozenset(path for path in kept if inside[path] == calls[path])
         if kept == before:
             return kept
 
@@ -80,6 +83,9 @@ def sums(whole: Propagation) -> Mapping[fx.Node, Sum]:
 def _branches(whole: Propagation, node: fx.Node) -> Sum | None:
     """The row layers whose outputs are summed in a value, each once; None where there are none, or anything
     else happens to them."""
+    region = _reduced(whole, node)
+    if region is not None:
+        return Sum((region,))
     if node.op != "call_function" or whole.layouts.get(node) != [INVARIANT]:
         return None
     if _row(whole, node):
@@ -119,6 +125,17 @@ def _shareable(whole: Propagation, reader: fx.Node, value: fx.Node) -> bool:
     if whole.layouts.get(value) != [INVARIANT] or (reader, value) in whole.parts:
         return False
     return border(whole.trace, whole.regions, value, INVARIANT, reader) == INVARIANT
+
+
+def _reduced(whole: Propagation, node: fx.Node) -> str | None:
+    """The module of raw tensors that gives this value alone, reduced at its border."""
+    for path, call in node.meta.get("stack", ()) if whole.layouts.get(node) == [PARTIAL] else ():
+        region = whole.regions.get(path)
+        gone = whole.trace.left.get(path, [])
+        if region is not None and region.reduced and call < len(gone):
+            places = {place for place, value in gone[call] if value is node}
+            return path if places == region.reduced and len(gone[call]) == 1 else None
+    return None
 
 
 def _row(whole: Propagation, node: fx.Node) -> bool:
