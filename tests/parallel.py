@@ -87,8 +87,8 @@ class Never(Parallel):
 class Between(Parallel):
     """What goes in is added first, and read once more; it depends on a parameter."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout=dropout)
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: Tensor) -> Tensor:

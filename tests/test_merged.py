@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import types
 
 import pytest
@@ -42,7 +43,7 @@ def test_branches_that_meet_in_a_sum_have_one_reduce(model, edits):
     assert analysis.ok
     changed = [line[1:].strip() for line in analysis.edits.splitlines() if line.startswith("+ ")]
     assert changed == edits
-    assert analysis.unreduced == (("a2", "b2") if edits else ())
+    assert analysis.unreduced == (("a2", "b2", "dropout") if edits else ())
     result = autotp.verify(model, PLAN, tp=3, inputs=X)
     assert result.ok and result.tolerance == 1e-9, str(result)
 
@@ -71,6 +72,25 @@ def test_a_hook_does_not_see_a_part_of_a_sum():
     assert simulate(2, lambda group: looked(group, False)) == [X.shape] * 2
 
 
+@pytest.mark.parametrize("model", [parallel.Parallel(dropout=0.3), parallel.Between(dropout=0.3)])
+def test_a_dropout_between_branches_is_that_of_the_unsharded_model(model):
+    def run(model):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        y = model.train()(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        return y, dx
+
+    def rank(group):
+        sharded = autotp.shard(copy.deepcopy(model), PLAN, mesh=group, inputs=X)
+        assert sharded.a2.reduce_output is False
+        return run(sharded)
+
+    wanted = run(copy.deepcopy(model))
+    for found in simulate(3, rank):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_explain_shows_where_the_sum_is_reduced():
     found = autotp.explain(parallel.Parallel(), "", PLAN, tp=2, inputs=X)
     shown = [(step.op, step.placement, [m.mapping for m in step.mappings]) for step in found.steps]
@@ -93,43 +113,58 @@ def layer(kind):
             "intermediate_size": 37,
             "num_hidden_layers": 1,
         },
-        "gptj": {"n_embd": 24, "n_head": 3, "n_inner": 37, "n_layer": 1, "rotary_dim": 4, "resid_pdrop": 0.0},
+        "gptj": {"n_embd": 24, "n_head": 3, "n_inner": 37, "n_layer": 1, "rotary_dim": 4},
+        "cohere": {
+            "hidden_size": 24,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "intermediate_size": 37,
+            "num_hidden_layers": 1,
+        },
+        "falcon": {
+            "hidden_size": 24,
+            "num_attention_heads": 3,
+            "num_hidden_layers": 1,
+            "multi_query": False,
+            "hidden_dropout": 0.1,
+        },
     }[kind]
     config = transformers.AutoConfig.for_model(kind, vocab_size=61, **sizes)
     return transformers.AutoModel.from_config(config).eval()
 
 
-def _counted(rank, size):
+def _counted(rank, size, kind):
     """The all-reduces of a model of one layer, forward and backward, and what the analysis says of them."""
-    plain, ran, found = dist.all_reduce, collections.Counter(), []
+    plain, ran = dist.all_reduce, collections.Counter()
 
     def all_reduce(*args, **kwargs):
         ran["all"] += 1
         return plain(*args, **kwargs)
 
-    for kind in ("gptj", "gpt_neox"):
-        model = layer(kind)
-        rules = {n: r for n, r in autotp.Plan.load(f"plans/{kind}.yaml").rules.items() if r.style != "vocab"}
-        rules.pop("lm_head")
-        said = autotp.analyze(model, rules, tp=size).collectives
-        autotp.shard(model, rules)
-        ran.clear()
-        dist.all_reduce = all_reduce
-        try:
-            y = model(inputs_embeds=torch.randn(2, 5, 24, requires_grad=True)).last_hidden_state
-            forward = ran["all"]
-            y.square().sum().backward()
-        finally:
-            dist.all_reduce = plain
-        told = tuple(sum(c.calls for c in said if c.direction == d) for d in ("forward", "backward"))
-        found.append([(forward, ran["all"] - forward), told])
-    return found
+    model = layer(kind).train()
+    rules = {n: r for n, r in autotp.Plan.load(f"plans/{kind}.yaml").rules.items() if r.style != "vocab"}
+    rules.pop("lm_head", None)
+    said = autotp.analyze(model, rules, tp=size).collectives
+    autotp.shard(model, rules)
+    dist.all_reduce = all_reduce
+    try:
+        y = model(inputs_embeds=torch.randn(2, 5, 24, requires_grad=True)).last_hidden_state
+        forward = ran["all"]
+        y.square().sum().backward()
+    finally:
+        dist.all_reduce = plain
+    told = tuple(sum(c.calls for c in said if c.direction == d) for d in ("forward", "backward"))
+    return [(forward, ran["all"] - forward), told]
 
 
 @pytest.mark.slow
-def test_one_all_reduce_forward_in_gptj_and_gpt_neox(ranks):
-    # GPT-J's branches read one value and share its copy; GPT-NeoX has a norm before each
-    assert ranks(2)(_counted) == [[[(1, 1)] * 2, [(1, 2)] * 2]] * 2
+@pytest.mark.parametrize(
+    ("kind", "backward"),
+    # GPT-J's branches and Cohere's read one value and share its copy; the others have a norm before each
+    [("gptj", 1), ("gpt_neox", 2), ("cohere", 1), ("falcon", 2)],
+)
+def test_one_all_reduce_forward_of_parallel_branches(ranks, kind, backward):
+    assert ranks(2)(_counted, kind) == [[(1, backward)] * 2] * 2
 
 
 def both(module, x):
