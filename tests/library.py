@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from einops.layers.torch import Rearrange
+from einops.layers.torch import Rearrange, Reduce
 from torch import Tensor, nn
 
 
@@ -55,10 +55,39 @@ def groups() -> nn.Module:
     return Channels(norm)
 
 
+class Images(nn.Module):
+    """Convolutions of 5 groups of 3 channels."""
+
+    def __init__(self, kind: type[nn.Module], between: int) -> None:
+        super().__init__()
+        self.up, self.down = kind(3, 15, 1), kind(15, 4, 1)
+        self.between = kind(15, 15, 3, padding=1, groups=between)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.between(self.up(x))))
+
+
+class Pooled(nn.Module):
+    """What is reduced of heads, or of each head."""
+
+    def __init__(self, kept: str, how: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 15), nn.Linear(5 if kept == "h" else 3, 4)
+        self.pool = Reduce(f"b n (h d) -> b n {kept}", how, h=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.pool(self.up(x)))
+
+
 def plan(model: nn.Module) -> dict[str, object]:
     """Whole heads, or whole groups."""
     units = {"style": "column", "heads": 5}
     if isinstance(model, Heads):
         return {"q": units, "k": units, "v": units, "out": "row"}
+    if isinstance(model, Pooled):
+        return {"up": units, "down": "row" if model.down.in_features == 5 else "replicate"}
     own = {"style": "column", "dim": 0, "heads": 5}
+    if isinstance(model, Images):
+        names = [f"{layer}.{name}" for layer in ("up", "between") for name in ("weight", "bias")]
+        return dict.fromkeys(names, own) | {"down.weight": {"style": "row", "dim": 1, "heads": 5}}
     return {"up": units, "between.weight": own, "between.bias": own, "down": "row"}

@@ -68,7 +68,8 @@ def test_a_layer_with_its_own_forward_around_the_kernel_is_refused():
     assert {d.code for d in found if d.severity == "error"} == {"AT312"}
 
 
-def test_extra_keys_for_every_head_are_exact_or_refused():
-    model = attention.randomised(attention.Attention(heads=5, add_bias_kv=True))
-    analysis = autotp.analyze(model, attention.plan(5), tp=2, inputs=(X,))
-    assert not analysis.ok or autotp.verify(model, attention.plan(5), tp=2, inputs=(X,)).ok
+@pytest.mark.parametrize(("option", "tp"), [("add_bias_kv", 2), ("add_zero_attn", 3)])
+def test_extra_keys_for_every_head_are_exact(option, tp):
+    model = attention.randomised(attention.Attention(heads=5, **{option: True}))
+    result = autotp.verify(model, attention.plan(5), tp=tp, inputs=(X,))
+    assert result.ok and result.tolerance == 1e-9, str(result)

@@ -162,7 +162,7 @@ def written(span: Span, kind: str, name: str, operand: str = "") -> list[Insert]
     before, behind = 2 * (start - stop) - outer, 2 * (stop - start) + outer
     if kind in _WITH_OPERAND:
         return [(start, before, f"{name}("), (stop, behind, f", {operand})")]
-    if operand:  # behind the statement that writes into it
+    if kind == "reduce" and operand:  # behind the statement that writes into it
         return [(stop, behind, f"; {operand} = {name}({operand})")]
     if kind != "unproven":
         return [(start, before, f"{name}("), (stop, behind, ")")]
