@@ -129,9 +129,9 @@ def hold(name: str, tp: int, *, step: int) -> None:
     assert len(found) < 12 or counts["refused"] >= len(found) / 4
 
 
-def main(step: int) -> None:
-    """All architectures, every `step`-th mutant: python -m tests.test_mutants [STEP]."""
-    for name in (*CASES, *SHIPPED):
+def main(step: int, names: list[str]) -> None:
+    """These architectures or all, every `step`-th mutant: python -m tests.test_mutants [STEP [NAME…]]."""
+    for name in names or (*CASES, *SHIPPED):
         for tp in (2, 4 if name == "mixtral" else 3):  # its experts' kernel takes blocks of 4 of 64 features
             hold(name, tp, step=step)
 
@@ -139,4 +139,4 @@ def main(step: int) -> None:
 if __name__ == "__main__":
     import sys
 
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1, sys.argv[2:])
