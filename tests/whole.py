@@ -26,6 +26,17 @@ class TiedLanguageModel(nn.Module):
         return self.head(self.mlp(self.embed(ids)))
 
 
+class FunctionalHead(nn.Module):
+    """A head of no layer: the weight of the embedding, read past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.linear(self.embed(ids).tanh(), self.embed.weight)
+
+
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 IDS = torch.randint(0, 37, (3, 5), generator=torch.Generator().manual_seed(4))
 

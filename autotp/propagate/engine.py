@@ -229,13 +229,20 @@ class Engine:
         ]
         if foreign:
             owner = self.layers.owners[foreign[0].node.meta["name"]][0]
+            remedies = [f"leave {owner.path} whole, or call the layer itself"]
+            if owner.style == "vocab":
+                remedies.append(
+                    "a head that shares its weight may be a layer: in __init__ `self.head = nn.Linear(…, "
+                    f"bias=False); self.head.weight = self.{owner.path}.weight`, with the rule "
+                    "`head: {style: column, gather_output: true}`"
+                )
             raise Conflict(
                 "AT312",
                 f"{foreign[0].name} is sharded by its layer {owner.path}, and is used outside of that "
                 "layer's own forward",
                 blame=(foreign[0],),
                 notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
-                help=(f"leave {owner.path} whole, or call the layer itself",),
+                help=tuple(remedies),
             )
         self._traced_backward(call)
         how = self.result.mapped.get(node)
