@@ -91,6 +91,13 @@ def test_a_dropout_between_branches_is_that_of_the_unsharded_model(model):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_hook_on_a_dropout_between_branches_sees_the_whole():
+    model = parallel.Parallel(dropout=0.3)
+    model.dropout.register_forward_hook(lambda layer, args, out: None)
+    analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)
+    assert analysis.ok and not analysis.unreduced
+
+
 def test_explain_shows_where_the_sum_is_reduced():
     found = autotp.explain(parallel.Parallel(), "", PLAN, tp=2, inputs=X)
     shown = [(step.op, step.placement, [m.mapping for m in step.mappings]) for step in found.steps]
