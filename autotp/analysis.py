@@ -66,8 +66,8 @@ class Analysis:
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof
     - `uncopied`     column layers whose input is a copy already, at the border of a module around them
-    - `unreduced`    row layers whose sum is reduced with that of a parallel branch, in an edit of the code, and
-      the modules between
+    - `unreduced`    row layers whose sum is reduced with that of a parallel branch, in an edit of the code,
+                     and the modules between
     - `forward`      a hash of the traced forwards, in which ranks must agree
     - `branches`     branches of functions that handle sharded values which no mode took: not proven
     - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
