@@ -374,7 +374,7 @@ class Engine:
                 blame=tuple(call.sharded()),
                 notes=(describe(layout),),
             )
-        common = is_whole(layout) or isinstance(layout, Partial)
+        common = is_whole(layout) or layout == PARTIAL
         found = self.result.random_whole if common else self.result.random
         found.add(call.node.meta["module"])
 
