@@ -90,7 +90,7 @@ def test_the_page_counts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "bart", "mixtral", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "bart", "mixtral", "mamba2"])
 def test_exact_on_simulated_ranks(kind):
     result = attempt(kind, 2)
     assert result.end == "exact", result.why

@@ -199,7 +199,7 @@ def whole(
 def _filling(twin: nn.Module, call: Call, before: Call | None) -> Call | None:
     """A call that fills the cache as far as it is filled in `call`: as before, or with tokens alone."""
     (cache,) = call.caches()[:1]
-    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
+    length = _length(cache)
     tokens = before or Call(call.args[:1], dict(list(call.kwargs.items())[: not call.args]))
     ids = [v for v in (*tokens.args, *tokens.kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1]
     if not ids:
@@ -215,6 +215,14 @@ def _filling(twin: nn.Module, call: Call, before: Call | None) -> Call | None:
     names = inspect.signature(twin.forward).parameters
     kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
     return Call(args, kwargs | ({"use_cache": True} if "use_cache" in names else {}))
+
+
+def _length(cache: Any) -> Any:
+    """How many tokens a cache holds; None where it cannot tell: transformers' raises with states alone."""
+    try:
+        return cache.get_seq_length() if hasattr(cache, "get_seq_length") else None
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)

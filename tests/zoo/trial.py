@@ -83,6 +83,7 @@ def attempt(kind: str, tp: int, *, generate: bool = True) -> Result:
         result.end, result.why = "refused", str(error)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
+        result.end = "foreign"
         result.why = f"{_said(error)} ({last.filename.rpartition('/')[2]}:{last.lineno})"
     result.seconds = round(time.process_time() - started, 1)
     return result
