@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from autotp.checkpoint import convert, merge
 from autotp.checkpoint.load import from_pretrained
+from autotp.checkpoint.meta import Meta
 from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError
 
@@ -127,6 +128,22 @@ def test_each_rank_reads_it_without_a_conversion(tmp_path):
         torch.testing.assert_close(output, model(ids).logits, atol=1e-10, rtol=0)
 
 
+def test_what_is_assumed_is_said(tmp_path):
+    at = tmp_path / "in"
+    meta_checkpoint(at, 1, axis=0)
+    note = lambda: convert(at, tmp_path / "out", tp=1, check="shapes", dry_run=True).notes  # noqa: E731
+    says = "assumed, as params.json does not tell it: max_position_embeddings "
+    assert note() == (says + "4096",)
+    params(use_scaled_rope=True, rope_scale_factor=32)(at)
+    assert note() == (says + "131072",)
+    assert Meta(at).config["rope_scaling"]["factor"] == 32
+    params(max_seq_len=64)(at)
+    assert note() == ()
+    (at / "params.json").write_text('{"dim": 48, "n_heads": 6, "n_kv_heads": 2}')
+    said = "rms_norm_eps 1e-05, rope_theta 10000, max_position_embeddings 4096"
+    assert note() == (f"assumed, as params.json does not tell it: {said}",)
+
+
 @pytest.mark.slow
 def test_with_the_layouts_proven(tmp_path):
     meta_checkpoint(tmp_path / "in", 2, axis=0)
@@ -184,6 +201,23 @@ def skip_layer(shard):
         (params(rope_theta=True), "{at}/params.json: rope_theta is a number above 0, not True"),
         (params(max_seq_len=2.5), "{at}/params.json: max_seq_len is a number above 0, not 2.5"),
         (params(rope_scale_factor=-1), "{at}/params.json: rope_scale_factor is a number above 0, not -1"),
+        (
+            params(use_scaled_rope=True),
+            "{at}/params.json: use_scaled_rope is true, and no file tells by what factor\n"
+            '  = help: add it: "rope_scale_factor": 8 for Llama 3.1 and 3.3, 32 for Llama 3.2 of 1B and 3B',
+        ),
+        (
+            lambda at: [
+                params(use_scaled_rope=True, rope_scale_factor=8)(at),
+                (at / "config.json").write_text('{"rope_parameters": {"factor": 32}}'),
+            ],
+            "{at}/config.json: rope_parameters has the factor 32, and 8 by params.json",
+        ),
+        (
+            params(n_heads=3, n_kv_heads=1),
+            "{at}/consolidated.00.pth: tensor 'rope.freqs' is [4], and params.json (dim 48, n_heads 3) "
+            "makes it [8]; correct params.json",
+        ),
         (params(use_scaled_rope="no"), "{at}/params.json: use_scaled_rope is true or false, not 'no'"),
         (
             params(vocab_size=500),
@@ -226,8 +260,8 @@ def skip_layer(shard):
             lambda at: edit(
                 at / "consolidated.01.pth", lambda s: s.update({"output.weight": torch.zeros(16, 48)})
             ),
-            "{at}: tensor 'output.weight': parts of torch.float64 [16, 48], torch.float32 [16, 48] do not "
-            "fit together",
+            "{at}/consolidated.01.pth: tensor 'output.weight' is torch.float32, and torch.float64 in "
+            "consolidated.00.pth: they do not fit together",
         ),
     ],
 )

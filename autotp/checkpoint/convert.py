@@ -109,7 +109,9 @@ def convert(
         _tie_as_model(supply, model, [entry.name for entry in entries])
     files = files_of(folder.files, folder.index, supply.companions(), outputs)
     free, left = free_bytes(target), _left_out(source, supply)
-    notes: tuple[str, ...] = getattr(other, "notes", ()) if check == "shapes" else ()
+    notes: tuple[str, ...] = getattr(other, "assumed", ())
+    if check == "shapes":  # with a model the shapes are compared
+        notes += getattr(other, "notes", ())
     written = Written(target, tp, chosen, name, manifest.proof, files, free, dry_run, left, notes)
     if not dry_run:
         written.check_room()

@@ -30,6 +30,8 @@ class Joined(ABC):
     ties: Ties | None = None
     folder: Any
     parts: Sequence[Path]
+    notes: tuple[str, ...] = ()  # what names and shapes leave open
+    assumed: tuple[str, ...] = ()  # what config.json was given that no file tells
     others: Sequence[Path] = ()  # further files that decide what the tensors are
 
     @abstractmethod

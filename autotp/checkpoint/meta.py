@@ -9,14 +9,14 @@ params.json and the shapes; one that is there may say more, and nothing else tha
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
+from autotp.checkpoint import metaconfig
 from autotp.checkpoint.folder import Folder, companions_of, read_config, read_text, regular_file
 from autotp.checkpoint.joined import Joined, as_single, check_equal
 from autotp.checkpoint.pickled import load_tensors
@@ -43,13 +43,6 @@ TOP: dict[str, tuple[str, int | None]] = {
     "tok_embeddings": ("model.embed_tokens", -1),  # dim 1 in Llama 1 and 2, dim 0 from Llama 3 on
     "norm": ("model.norm", None),
     "output": ("lm_head", 0),
-}
-
-# Meta's name -> (transformers' name, its value where nothing tells it)
-SETTINGS: dict[str, tuple[str, float]] = {
-    "norm_eps": ("rms_norm_eps", 1e-5),
-    "rope_theta": ("rope_theta", 10000.0),
-    "max_seq_len": ("max_position_embeddings", 4096),
 }
 
 
@@ -87,10 +80,12 @@ class Meta(Joined):
             if needed not in described:
                 _refuse(path, f"no file holds what becomes {needed!r}")
         shapes = {name: entry.shape for name, entry in file.tensors.items()}
-        _check(self.params, shapes, path)
-        told = _told(self.params, shapes)
+        metaconfig.check_params(self.params, shapes, path)
+        told = metaconfig.told(self.params, shapes)
         told |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
         given = read_config(path)
+        self._check_frequencies(tensors)
+        told |= metaconfig.scaling(self.params, given, path)
         for key in told:
             if given.get(key, told[key]) != told[key]:
                 _refuse(
@@ -98,7 +93,10 @@ class Meta(Joined):
                     f"{key} is {shown(given[key])}, and {shown(told[key])} by params.json and the tensors; "
                     "correct it, or remove config.json: one is made",
                 )
-        self.config = {**dict(SETTINGS.values()), **given, **told}
+        guessed = metaconfig.assumed(self.params, {**given, **told})
+        said = ", ".join(f"{key} {value:g}" for key, value in guessed.items())
+        self.assumed = (f"assumed, as params.json does not tell it: {said}",) if guessed else ()
+        self.config = {**guessed, **given, **told}
         others = tuple(name for name in companions_of(path) if name not in ("config.json", "params.json"))
         self.folder = Folder(path, (file,), self.config, companions=others)
 
@@ -112,6 +110,17 @@ class Meta(Joined):
         """The other files, by relative name, and config.json as it was made."""
         made = (json.dumps(self.config, indent=2) + "\n").encode()
         return {**{name: self.path / name for name in self.folder.companions}, "config.json": made}
+
+    def _check_frequencies(self, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """One rotary frequency for each pair of a head's elements: else the heads are others."""
+        for part, held in zip(self.parts, tensors, strict=True):
+            found, needed = held.get("rope.freqs"), [self.width // self.heads // 2]
+            if found is not None and list(found.shape) != needed:
+                _refuse(
+                    part,
+                    f"tensor 'rope.freqs' is {list(found.shape)}, and params.json (dim {self.width}, n_heads "
+                    f"{self.heads}) makes it {needed}; correct params.json",
+                )
 
     def _number(self, key: str, default: int | None = None) -> int:
         value = self.params.get(key, default)
@@ -139,13 +148,16 @@ class Meta(Joined):
         if dim is None:
             return parts[0]
         try:
-            if len({part.dtype for part in parts}) > 1:
-                raise RuntimeError("torch.cat would make one dtype of them")
+            for part, file in zip(parts, self.parts, strict=True):
+                if part.dtype != parts[0].dtype:  # torch.cat would make one of them
+                    _refuse(
+                        file,
+                        f"tensor {name!r} is {part.dtype}, and {parts[0].dtype} in {self.parts[0].name}: "
+                        "they do not fit together",
+                    )
             whole = torch.cat(list(parts), dim)
         except RuntimeError as error:
             shapes = ", ".join(f"{list(part.shape)}" for part in parts)
-            if len({part.dtype for part in parts}) > 1:
-                shapes = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
             raise CheckpointError(
                 f"{self.path}: tensor {name!r}: parts of {shapes} do not fit together"
             ) from error
@@ -193,53 +205,6 @@ def _parts(path: Path) -> list[Path]:
     if missing:
         _refuse(path, f"parts are missing: {', '.join(f'consolidated.{n:02}.pth' for n in missing[:8])}")
     return [regular_file(path, found[number]) for number in sorted(found)]
-
-
-def _told(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What params.json and the shapes tell transformers."""
-    layers = {int(found[1]) for name in shapes if (found := re.match(r"model\.layers\.(\d+)\.", name))}
-    vocabulary, width = shapes["model.embed_tokens.weight"]
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
-        "num_hidden_layers": len(layers),
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
-    }
-    config |= {new: params[key] for key, (new, _) in SETTINGS.items() if key in params}
-    if params.get("use_scaled_rope"):
-        config["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": params.get("rope_scale_factor", 8.0),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    return config
-
-
-def _check(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Raise CheckpointError where params.json says what cannot be, or other than the tensors are."""
-    where = path / "params.json"
-    for key in (*SETTINGS, "rope_scale_factor"):
-        value = params.get(key, 1)
-        kinds = (int,) if key == "max_seq_len" else (int, float)
-        if type(value) not in kinds or not 0 < value < math.inf:
-            _refuse(where, f"{key} is a number above 0, not {shown(value)}")
-    if type(params.get("use_scaled_rope", False)) is not bool:
-        _refuse(where, f"use_scaled_rope is true or false, not {shown(params['use_scaled_rope'])}")
-    layers = sorted({int(found[1]) for n in shapes if (found := re.match(r"model\.layers\.(\d+)\.", n))})
-    count = params.get("n_layers", len(layers))
-    if type(count) is not int or count != len(layers) or layers != list(range(count)):
-        some = ", ".join(map(str, layers[:8])) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
-        _refuse(path, f"its files hold the layers {some}; params.json makes it {shown(count)} from 0 on")
-    rows, width = shapes["model.embed_tokens.weight"]
-    for key, here in (("vocab_size", rows), ("dim", width)):
-        said = params.get(key, -1)
-        if said not in (-1, here):  # Llama 2 leaves the size to the tokenizer
-            _refuse(path, f"'tok_embeddings.weight' is {[rows, width]}; params.json says {key} {shown(said)}")
 
 
 def _refuse(path: Path, fault: str) -> NoReturn:
