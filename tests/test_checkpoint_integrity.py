@@ -55,7 +55,8 @@ def test_everything_that_is_damaged_comes_together(shards, digest):
     second = overwrite(shards / "rank-1-of-2", "norm.weight", np.array([4], np.float32).tobytes())
     config = shards / "rank-1-of-2" / "config.json"
     config.unlink()
-    damaged = "is damaged: its bytes have not the digest that autotp.json tells"
+    damaged = "is damaged: its bytes have not the digest that autotp.json tells; copy this rank's folder "
+    damaged += "again, or convert again"
     differs = f"{second}: rank 1's copy of tensor 'norm.weight' differs from the first holder's"
     differs += ": largest difference 4"
     gone = f"{config}: cannot be read: No such file or directory"

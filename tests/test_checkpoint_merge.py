@@ -66,7 +66,7 @@ def test_a_flipped_bit_in_a_cut_tensor(shards, tensor, rank):
     overwrite(path, tensor, bytes([path.read_bytes()[entry.start] ^ 1]))
     assert refusal(shards) == (
         f"{path}: tensor {tensor!r} of rank {rank} is damaged: its bytes have not the digest that "
-        "autotp.json tells"
+        "autotp.json tells; copy this rank's folder again, or convert again"
     )
 
 
@@ -92,7 +92,7 @@ def test_every_copy_damaged_alike(shards):
         overwrite(file_of(shards, rank, "norm.weight"), "norm.weight", b"\x01")
     assert refusal(shards) == (
         f"{file_of(shards, 0, 'norm.weight')}: tensor 'norm.weight' of rank 0 is damaged: its bytes have not "
-        "the digest that autotp.json tells"
+        "the digest that autotp.json tells; copy this rank's folder again, or convert again"
     )
 
 

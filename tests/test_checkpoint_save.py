@@ -118,7 +118,7 @@ def test_refused_before_anything_is_written(tmp_path):
     model = fused()
     (tmp_path / "file").touch()
     message = refusal(CheckpointError, lambda: save_pretrained(model, tmp_path))
-    assert message == f"{tmp_path}: is not empty (1 entries, such as 'file'); name a new folder"
+    assert message == f"{tmp_path}: is not empty (1 entry, 'file'); name a new folder"
     message = refusal(UsageError, lambda: save_pretrained(model, tmp_path / "out", largest_file=0))
     assert message == "largest_file is a number of bytes, not 0"
     message = refusal(

@@ -35,6 +35,20 @@ def test_a_dry_run_writes_nothing(mlp):
     assert sorted(os.listdir()) == before
 
 
+def test_a_target_below_a_file(mlp):
+    Path("file").touch()
+    arguments = ("--plan", "mlp.yaml", "--tp", 2, "--check", "shapes", "--dry-run")
+    code, _, err = run("convert", mlp, "file/a/out", *arguments)
+    where = Path("file").absolute()
+    says = f"cannot be made: {where} is not a folder; name another place"
+    assert (code, err) == (2, f"error: file/a/out: {says}\n")
+
+
+def test_errors_advise_the_options_of_the_command_line(mlp):
+    code, _, err = run("convert", mlp, "out", "--plan", "mlp.yaml", "--tp", 2)  # there is no config.json
+    assert code == 2 and "--check shapes goes by the names" in err and 'check="shapes"' not in err
+
+
 @pytest.mark.parametrize("command", [("verify",), ("merge", "back"), ("reshard", "back", "--tp", 3)])
 def test_a_folder_that_is_not_there_or_not_yet(mlp, command):
     verb, *more = command

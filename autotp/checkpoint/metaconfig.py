@@ -23,7 +23,7 @@ SETTINGS: dict[str, tuple[str, float]] = {
 
 
 def assumed(params: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
-    """The settings that neither params.json nor config.json, `known`, tells, with the values of most models."""
+    """The settings that neither params.json nor config.json, `known`, tells, with their usual values."""
     found = {new: value for new, value in SETTINGS.values() if new not in known}
     if params.get("use_scaled_rope") and "max_position_embeddings" in found:
         found["max_position_embeddings"] = SCALED_LENGTH

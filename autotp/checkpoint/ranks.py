@@ -148,7 +148,7 @@ class Ranks:
         path = self.headers[file.path.name][rank].path
         return CheckpointError(
             f"{path}: tensor {entry.name!r} of rank {rank} is damaged: its bytes have not the digest that "
-            f"{MANIFEST} tells"
+            f"{MANIFEST} tells; copy this rank's folder again, or convert again"
         )
 
 

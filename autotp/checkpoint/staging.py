@@ -39,12 +39,16 @@ def check_target(target: Path, source: Path | None = None) -> None:
                 target, f"is inside the source {source}, of which it would become a part; name another place"
             )
     if not os.path.lexists(target):
+        above = next((place for place in target.absolute().parents if os.path.lexists(place)), None)
+        if above is not None and not above.is_dir():
+            _refuse(target, f"cannot be made: {above} is not a folder; name another place")
         return
     if target.is_symlink() or not target.is_dir():
         _refuse(target, "exists and is not a folder; name a new one")
     entries = os.listdir(target)
     if entries:
-        _refuse(target, f"is not empty ({len(entries)} entries, such as {min(entries)!r}); name a new folder")
+        many = f"{len(entries)} entries, such as" if len(entries) > 1 else "1 entry,"
+        _refuse(target, f"is not empty ({many} {min(entries)!r}); name a new folder")
     if target.samefile(os.getcwd()):  # it is replaced, and whoever stands in it would stand in nothing
         _refuse(target, "is the current folder; name a new one")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from typing import ParamSpec, TextIO
 
@@ -29,6 +31,8 @@ __all__ = [
 
 UNREADABLE = "AT101"  # no plan file of that name, or one that cannot be read
 FINE, FINDINGS, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+
+OPTIONS = (("check", "shapes"), ("biases", "summed"))  # that errors advise, spelled as in Python
 
 Arguments = ParamSpec("Arguments")
 
@@ -95,15 +99,23 @@ def guarded(command: Callable[Arguments, int]) -> Callable[Arguments, None]:
     reader that went away are silent.
     """
 
+    options = inspect.signature(command).parameters
+
+    def spelled(text: str) -> str:
+        for option, value in OPTIONS if "check" in options else ():
+            text = text.replace(f'{option}="{value}"', f"--{option} {value}")
+        return text
+
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
         try:
             code = command(*args, **kwargs)
             sys.stdout.flush()
         except PlanError as refused:
-            code = report_findings(refused.diagnostics)
+            found = (replace(one, help=tuple(map(spelled, one.help))) for one in refused.diagnostics)
+            code = report_findings(tuple(found))
         except AutotpError as error:
-            complain(str(error))
+            complain(spelled(str(error)))
             code = USAGE
         except KeyboardInterrupt:
             code = INTERRUPTED
