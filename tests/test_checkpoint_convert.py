@@ -256,7 +256,8 @@ def test_only_an_absent_or_empty_target_is_written(tmp_path):
     message = refusal(CheckpointError, convert, source, tmp_path / "file", **options)
     assert message == f"{tmp_path / 'file'}: exists and is not a folder; name a new one"
     message = refusal(CheckpointError, convert, source, tmp_path / "file" / "out", **options)
-    assert message == f"{tmp_path}/file/.out.autotp-partial: cannot be written: File exists"
+    says = f"cannot be made: {tmp_path / 'file'} is not a folder; name another place"
+    assert message == f"{tmp_path / 'file' / 'out'}: {says}"
     message = refusal(CheckpointError, convert, tmp_path / "out", tmp_path / "again", **options)
     assert message == f"{tmp_path / 'out'}: is converted already; `reshard` it, or `merge` it first"
 
