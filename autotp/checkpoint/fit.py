@@ -216,9 +216,10 @@ def _mismatched(
             faults.append(f"  mismatched: {name} is {there.entry.dtype}, which torch has no dtype for")
         elif kind.is_floating_point != tensor.dtype.is_floating_point:
             faults.append(f"  mismatched: {name} is {there.entry.dtype}, the model's is {tensor.dtype}")
-        elif there.own and there.shard != layouts.get(name):
+        elif not there.is_cut(layouts.get(name)):
             cut, needed = (str(one) if one else "whole" for one in (there.shard, layouts.get(name)))
-            faults.append(f"  mismatched: {name} was cut as {cut}, the model needs {needed}")
+            was = "is in parts that cannot be cut so" if there.made else f"was cut as {cut}"
+            faults.append(f"  mismatched: {name} {was}, the model needs {needed}")
     return faults
 
 

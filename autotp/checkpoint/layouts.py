@@ -156,9 +156,11 @@ def _proven(
 ) -> dict[str, Shard]:
     """The layouts as they are proven on the model, under the checkpoint's names.
 
-    Only a row rule without heads leaves its units to the proof. Tensors that the model has not are carried
+    Only a row rule without heads leaves its units to the proof; of tensors that the model has otherwise than
+    they are stored (assembled.py) the headers say nothing. Tensors that the model has not are carried
     whole; one that it has in another shape is an error, and so is one that the checkpoint lacks.
     """
+    from autotp.checkpoint.assembled import assembled, parts_of_layout, under_the_models_names
     from autotp.checkpoint.fit import check_complete, check_known
     from autotp.decide import decide
 
@@ -166,24 +168,37 @@ def _proven(
     if not analysis.ok:
         raise PlanError(analysis.diagnostics)
     known = analysis.inventory.tensors()
-    names = resolve(known, there, str(getattr(model, "base_model_prefix", "") or ""))
-    check_complete(source, model, there, names)
-    check_known(source, model, there, matches.layouts)
+    view, made = under_the_models_names(there, assembled(model, there))
+    names = resolve(known, view, str(getattr(model, "base_model_prefix", "") or ""))
+    check_complete(source, model, view, names)
+    check_known(source, model, view, matches.layouts)
     for name, spelled in names.items():
-        if known[name].shape != there[spelled].shape:
-            held, needed = list(there[spelled].shape), list(known[name].shape)
+        if known[name].shape != view[spelled].shape:
+            held, needed = list(view[spelled].shape), list(known[name].shape)
             raise CheckpointError(
                 f"{source}: tensor {spelled!r} is {held}, and {needed} in {type(model).__name__}, the model "
                 "that the plan is proven on"
             )
     layouts = {names[name]: shard for name, shard in analysis.layouts.items() if name in names}
+    shapes = {name: entry.shape for name, entry in there.items()}
+    for name, one in made.items():
+        cuts = parts_of_layout(layout := layouts.pop(name, None), one, shapes)
+        if cuts is None:
+            raise CheckpointError(
+                f"{source}: {name!r} of {type(model).__name__} is {layout}, and is stored in parts, "
+                f"{one.parts[0][0]!r} and others, that cannot be cut so; cut it along another dim, or leave "
+                "it whole with `replicate`"
+            )
+        layouts |= {
+            spelled: cut for part, cut in zip(one.parts, cuts, strict=True) if cut for spelled in part
+        }
     left_to_the_proof = {
         name
         for placed in matches.placed.values()
         if placed.style == "row" and not placed.declared
         for name in placed.layouts
     }
-    for name in sorted(set(names.values())):
+    for name in sorted(set(names.values()) - made.keys()):
         cut, proven = matches.layouts.get(name), layouts.get(name)
         if cut == proven or (cut and proven and cut.dim == proven.dim and name in left_to_the_proof):
             continue

@@ -22,7 +22,13 @@ from autotp.checkpoint.manifest import Manifest, load_manifest
 from autotp.checkpoint.names import resolve
 from autotp.checkpoint.output import rank_folder
 from autotp.checkpoint.ranks import Ranks
-from autotp.checkpoint.stored import Stored, in_checkpoint, in_own_folder, in_rank_folders
+from autotp.checkpoint.stored import (
+    Stored,
+    as_the_model_names_them,
+    in_checkpoint,
+    in_own_folder,
+    in_rank_folders,
+)
 from autotp.checkpoint.together import together
 from autotp.comm import Group, group_of
 from autotp.diagnostic import CheckpointError, UsageError
@@ -165,6 +171,7 @@ def _fill(
     assert memory is not None, "the model was just sharded"
     slots = slots_of(model)
     names_of_all = [name for names in slots for name in names]
+    stored = as_the_model_names_them(model, stored)
     found = resolve(names_of_all, stored, str(getattr(model, "base_model_prefix", "") or ""))
     faults = misfits(model, slots, stored, found, shapes=memory.shapes, layouts=memory.layouts, strict=strict)
     if faults:

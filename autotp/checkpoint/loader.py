@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotp.checkpoint.assembled import Assembled
 from autotp.checkpoint.digest import new_digest
 from autotp.checkpoint.fit import DTYPES
 from autotp.checkpoint.folder import MANIFEST
@@ -51,6 +52,8 @@ class Loader:
         Raises CheckpointError for a file that ends too early, or a part that has not its digest.
         """
         rank, entry = self.group.rank, stored.entry
+        if stored.made is not None:
+            return self._assemble(stored, stored.made, layout)
         if stored.load is not None:
             with self._made:
                 whole = stored.load()
@@ -70,6 +73,29 @@ class Loader:
                 _read(stored.path, entry.start, wanted, into, room)
             self._verify(stored, into)
         return self._cast(tensor)
+
+    def _assemble(self, stored: Stored, made: Assembled, layout: Shard | None) -> torch.Tensor:
+        """This rank's part of a tensor that is stored in parts, each read and put in its place."""
+        rank, shape = self.group.rank, stored.entry.shape
+        cuts = stored.cuts(layout)
+        assert cuts is not None, "checked before anything is read (fit.misfits)"
+        local = shape if layout is None else layout.local_shape(shape, rank)
+        whole: torch.Tensor | None = None
+        start = 0
+        for part, cut in zip(stored.parts, cuts, strict=True):
+            for number, one in enumerate(part):
+                tensor = self.read(one, cut)
+                if not made.stacked and len(stored.parts) == 1:
+                    return tensor  # under another name
+                if whole is None:
+                    whole = tensor.new_empty(local)
+                room = whole[number] if made.stacked else whole
+                dim = made.dim - made.stacked if len(stored.parts) > 1 else 0
+                size = tensor.shape[dim]
+                room.narrow(dim, start if len(stored.parts) > 1 else 0, size).copy_(tensor)
+            start += size
+        assert whole is not None, "there is a part"
+        return whole
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         floats = self.dtype is not None and tensor.is_floating_point()

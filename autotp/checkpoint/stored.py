@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotp.checkpoint.assembled import Assembled, assembled, parts_of_layout, under_the_models_names
 from autotp.checkpoint.folder import open_folder
 from autotp.checkpoint.formats import other_format
 from autotp.checkpoint.manifest import Manifest
@@ -19,8 +20,9 @@ from autotp.slicing import Rows
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
-__all__ = ["Piece", "Stored", "in_checkpoint", "in_own_folder", "in_rank_folders"]
+__all__ = ["Piece", "Stored", "as_the_model_names_them", "in_checkpoint", "in_own_folder", "in_rank_folders"]
 
 SETTINGS = ("config.json", "generation_config.json")  # what a load reads beside the weights
 
@@ -39,7 +41,8 @@ class Stored:
     """One tensor of the checkpoint: its file, where this rank finds it there, and its shape in whole.
 
     With `own` the file has this rank's part, cut as `shard` and with the digest told. Where another number of
-    ranks wrote it, `pieces` are all their parts. `load` gives the whole of it where it has to be made.
+    ranks wrote it, `pieces` are all their parts. `load` gives the whole of it where it has to be unpickled.
+    What is `made` of several tensors has `parts`, by their names.
     """
 
     path: Path
@@ -51,6 +54,35 @@ class Stored:
     kind: str = "none"
     pieces: tuple[Piece, ...] = ()
     load: Callable[[], torch.Tensor] | None = None
+    made: Assembled | None = None
+    parts: tuple[tuple[Stored, ...], ...] = ()
+
+    def cuts(self, layout: Shard | None) -> list[Shard | None] | None:
+        """How each of its parts is cut for a layout of the whole (assembled.parts_of_layout)."""
+        assert self.made is not None, "only what is made of parts has them"
+        shapes = {one.entry.name: one.shape for part in self.parts for one in part}
+        return parts_of_layout(layout, self.made, shapes)
+
+    def is_cut(self, layout: Shard | None) -> bool:
+        """Whether what the files hold can be read as `layout`: a rank's own part is cut as it is."""
+        if self.made is None:
+            return not self.own or self.shard == layout
+        cuts = self.cuts(layout)
+        return cuts is not None and all(
+            one.is_cut(cut) for part, cut in zip(self.parts, cuts, strict=True) for one in part
+        )
+
+
+def as_the_model_names_them(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The same tensors, those that transformers stores otherwise than the model has them put together."""
+    entries = {name: replace(one.entry, shape=one.shape) for name, one in stored.items()}
+    view, made = under_the_models_names(entries, assembled(model, stored))
+    found = {name: stored[name] for name in view if name in stored}
+    for name, one in made.items():
+        parts = tuple(tuple(stored[spelled] for spelled in part) for part in one.parts)
+        first = parts[0][0]
+        found[name] = Stored(first.path, view[name], view[name].shape, first.own, made=one, parts=parts)
+    return found
 
 
 def in_checkpoint(home: Path, plan: Any, biases: str = "equal") -> tuple[dict[str, Stored], dict[str, Any]]:
