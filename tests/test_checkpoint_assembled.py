@@ -118,3 +118,18 @@ def test_a_part_is_cut_as_its_place_in_the_whole():
     assert parts_of_layout(None, PAIR, SHAPES) == [None, None]
     assert parts_of_layout(Shard(0, deal(2, 2)), PAIR, SHAPES) is None  # whole experts on each rank
     assert parts_of_layout(Shard(1, deal(10, 2)), PAIR, SHAPES) is None  # a piece in both
+
+
+@pytest.mark.slow
+def test_a_derived_plan_says_how_conv1d_holds_its_weights(tmp_path):
+    """By the headers alone a square weight tells nothing of its order."""
+    config = transformers.GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=97, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "in")
+    plan = convert(tmp_path / "in", tmp_path / "out", plan="auto", tp=2).plan
+    convert(tmp_path / "in", tmp_path / "shapes", plan=plan, tp=2, check="shapes")
+    for rank in range(2):
+        home = f"rank-{rank}-of-2/model.safetensors"
+        assert (tmp_path / "out" / home).read_bytes() == (tmp_path / "shapes" / home).read_bytes()
+    merge(tmp_path / "out", tmp_path / "back")
+    assert tree(tmp_path / "back") == tree(tmp_path / "in")

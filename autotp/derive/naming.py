@@ -19,9 +19,29 @@ LEAST = 2  # segments of a pattern, where a name has them: one says little to a 
 
 def plan_of(rules: Mapping[str, Rule], board: Board) -> Plan:
     """The plan that says these rules of this model, and nothing else."""
-    named = patterns_of(rules, board)
+    named = patterns_of({key: _stated(key, rule, board) for key, rule in rules.items()}, board)
     kind = board.inventory.config.get("model_type")
-    return Plan(rules=named, model_type=kind if isinstance(kind, str) and kind.isprintable() else None)
+    return Plan(
+        rules=named,
+        model_type=kind if isinstance(kind, str) and kind.isprintable() else None,
+        optional=_optional(named, rules, board),
+    )
+
+
+def _optional(named: Mapping[str, Rule], rules: Mapping[str, Rule], board: Board) -> list[str]:
+    """The patterns of layers that are tied to others: a checkpoint has the tensor under one name."""
+    keys = {pattern: [key for key in rules if matches(pattern, key)] for pattern in named}
+    names = {key: [n for n in board.tensors if n == key or n.rpartition(".")[0] == key] for key in rules}
+    tied = {key for key, own in names.items() if own and all(board.canonical(name) != name for name in own)}
+    return [pattern for pattern, found in keys.items() if found and tied.issuperset(found)]
+
+
+def _stated(key: str, rule: Rule, board: Board) -> Rule:
+    """A rule that means the same to who has names and shapes alone: Conv1D holds its weight as [in, out]."""
+    module = board.inventory.modules.get(key)
+    if module is None or module.kind != "conv1d" or rule.dim is not None or rule.style == "replicate":
+        return rule
+    return rule.model_copy(update={"dim": 1 if rule.style == "column" else 0})
 
 
 def patterns_of(rules: Mapping[str, Rule], board: Board) -> dict[str, Rule]:
