@@ -61,7 +61,7 @@ def decide_with_proof(
     if plan == "auto":
         return derive_with_proof(model, tp=tp, inputs=inputs, check=check)[:2]
     chosen, name = named_plan(plan, stock.config.get("model_type"))
-    analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name)
+    analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name, before_proof=check == "layouts")
     cut = analysis.layouts if tp > 1 else ()
     refused = (*unsupported(model), *hooked(model, cut))
     analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
@@ -90,7 +90,7 @@ def derive_with_proof(
     samples = make(model, inputs)
 
     def decided(plan: Plan, found: Captured) -> tuple[Analysis, Proof | None]:
-        analysis = analyze_shapes(stock, plan, tp=tp, plan_name="auto")
+        analysis = analyze_shapes(stock, plan, tp=tp, plan_name="auto", before_proof=True)
         found_hooks = tuple(hooked(model, analysis.layouts if tp > 1 else ()))
         analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *found_hooks))
         if not analysis.ok and analysis.layouts:

@@ -17,14 +17,17 @@ from autotp.plan import Plan
 __all__ = ["analyze_headers", "analyze_shapes", "as_stored"]
 
 
-def analyze_shapes(inventory: Inventory, plan: Plan, *, tp: int, plan_name: str = "") -> Analysis:
+def analyze_shapes(
+    inventory: Inventory, plan: Plan, *, tp: int, plan_name: str = "", before_proof: bool = False
+) -> Analysis:
     """What `plan` does to the modules of `inventory` on `tp` ranks, as far as names and shapes tell.
 
-    Never raises for a bad plan: the findings are in `diagnostics`. Raises UsageError for an impossible
+    With `before_proof` it is not judged what feeds a row layer: the graph will say it, and give a rule without
+    heads its units. Never raises for a bad plan: the findings are in `diagnostics`. Raises UsageError for an impossible
     tp. Layouts are not proven, and collectives are those that the styles imply.
     """
     matches = match(plan, inventory, tp)
-    findings = (*matches.diagnostics, *disagreeing(matches, inventory))
+    findings = (*matches.diagnostics, *(() if before_proof else disagreeing(matches, inventory)))
     if matches.layouts or not errors(findings):  # a plan without one right rule has its errors already
         findings += cost_findings(inventory, matches, matches.layouts)
     return Analysis(

@@ -71,3 +71,11 @@ def test_a_checkpoint_is_not_converted_so(tmp_path):
     with pytest.raises(PlanError, match=r"its 24 input features are cut 16 \+ 8"):
         convert(tmp_path / "in", tmp_path / "out", plan=rules, tp=2, check="shapes")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_proof_gives_a_row_layer_without_heads_its_units():
+    """The graph says what feeds it: nothing is refused for what names and shapes alone could not tell."""
+    rules = {"q": {"style": "column", "heads": 4}, "o": "row"}
+    square = stock(a__q=(48, 24), a__o=(24, 48))
+    assert [found.code for found in faults(square, rules, 3)] == ["AT204"]
+    assert analyze_shapes(square, Plan(rules=rules), tp=3, before_proof=True).ok

@@ -135,6 +135,23 @@ def test_what_a_region_around_has_copied_is_not_copied_again(between):
     assert result.ok, str(result)
 
 
+class Sliced(nn.Module):
+    """The sum leaves the module that owns the matrices, and the model, as a slice of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Matrix(7, 16), Matrix(16, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[:, 0]
+
+
+def test_what_leaves_the_model_itself_is_reduced_once():
+    plan = {"0.weight": {"style": "column", "dim": 0}, "1.weight": {"style": "row", "dim": 1}}
+    result = autotp.verify(Sliced(), plan, tp=3, inputs=torch.randn(5, 4, 16))
+    assert result.ok, str(result)
+
+
 class Stacked(nn.Module):
     """Matrices of experts, for rows in the order of the experts; a list says how many rows are whose."""
 

@@ -132,7 +132,7 @@ def copied_around(
 def reduced_twice(trace: Trace, regions: Mapping[str, Region], value: fx.Node) -> bool:
     """Whether a value is reduced at the border of a region and at that of one around it."""
     reduced = 0
-    for path, call in value.meta.get("stack", ()):
+    for path, call in set(value.meta.get("stack", ())):  # the model itself may stand there twice
         region = regions.get(path)
         reduced += region is not None and bool(_places(trace.left, path, call, value) & region.reduced)
     return reduced > 1
