@@ -22,9 +22,9 @@ def analyze_shapes(
 ) -> Analysis:
     """What `plan` does to the modules of `inventory` on `tp` ranks, as far as names and shapes tell.
 
-    With `before_proof` it is not judged what feeds a row layer: the graph will say it, and give a rule without
-    heads its units. Never raises for a bad plan: the findings are in `diagnostics`. Raises UsageError for an impossible
-    tp. Layouts are not proven, and collectives are those that the styles imply.
+    With `before_proof` it is not judged what feeds a row layer: the graph will say it, and give a rule
+    without heads its units. Never raises for a bad plan: the findings are in `diagnostics`. Raises UsageError
+    for an impossible tp. Layouts are not proven, and collectives are those that the styles imply.
     """
     matches = match(plan, inventory, tp)
     findings = (*matches.diagnostics, *(() if before_proof else disagreeing(matches, inventory)))
