@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from autotp.diagnostic import Diagnostic
+from autotp.diagnostic import Diagnostic, Span
 from autotp.match import Matches
 from autotp.placement import INVARIANT, describe, is_whole
 from autotp.propagate.diagnose import rule_line
@@ -13,7 +13,7 @@ from autotp.trace.graph import TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.modes import Captured
 
-__all__ = ["copied_at_times", "not_run", "notes", "unreached_layers", "untraceable"]
+__all__ = ["copied_at_times", "handled", "not_run", "notes", "unreached_layers", "untraceable"]
 
 
 def copied_at_times(path: str) -> Diagnostic:
@@ -111,3 +111,14 @@ def _spoken(samples: Samples) -> str:
 
     named = [one(a) for a in samples.args] + [f"{k}={one(v)}" for k, v in samples.kwargs.items()]
     return ", ".join(named)
+
+
+def handled(wholes: Iterable[Propagation]) -> Iterator[Span]:
+    """The lines of the model that handle values which are not whole."""
+    for whole in wholes:
+        for node in whole.layouts:
+            span = node.meta.get("source")
+            if span is not None and any(
+                not is_whole(whole.layouts.get(n, [INVARIANT])[0]) for n in (node, *node.all_input_nodes)
+            ):
+                yield span

@@ -11,26 +11,26 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
 
 from autotp.analysis import Analysis, Branch
-from autotp.diagnostic import Diagnostic, Span, errors
+from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, is_whole
-from autotp.proof_notes import copied_at_times, not_run, notes, unreached_layers, untraceable
-from autotp.propagate.borders import borders
+from autotp.proof_notes import copied_at_times, handled, not_run, notes, unreached_layers, untraceable
+from autotp.propagate.borders import borders, mixed_random
 from autotp.propagate.compared import asked_of_cuts, comparisons
 from autotp.propagate.diagnose import diagnose
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
 from autotp.propagate.given import Traced, calls_of, guard_of
 from autotp.propagate.mapped import counted
-from autotp.propagate.merged import Sum, merged, sums
+from autotp.propagate.merged import Sum, between, meeting, merged
 from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
@@ -219,7 +219,7 @@ class _Prover:
         if both := sorted(proof.copied & proof.uncopied):
             proof.diagnostics.append(copied_at_times(both[0]))
         proof.modes += found.covered
-        proof.branches = unreached(found.watched.ran, _handled(whole for _, whole in ran))
+        proof.branches = unreached(found.watched.ran, handled(whole for _, whole in ran))
         proof.shared = self._shared()
         if found.traces and self.stands is None:
             proof.diagnostics += unreached_layers(self.matches, self.reached, self.first)
@@ -273,7 +273,7 @@ class _Prover:
                 )
                 if not whole.findings:
                     spread(whole, known)
-                _random(whole)
+                mixed_random(whole)
                 if not whole.findings:
                     whole.findings += [*borders(whole), *comparisons(whole)]
                 if whole.findings:
@@ -293,16 +293,15 @@ class _Prover:
         """The layouts with one reduce after the sum of parallel branches, proven on every rank; None where
         there are none, or the code cannot be edited so."""
         rows = merged(before.values()) if self.stands is None else frozenset(self.stands[0].unreduced)
-        meeting = _meeting(before, rows)
-        rows |= _between(meeting)
+        met = meeting(before, rows)
+        rows |= between(met)
         if not rows or (self.stands is None and is_looked_at(self.module, rows)):
             return None
         if self.repeats:
             raise Unlike  # the edits of every layer are looked for
         settled = self._settled()
-        settled = self._settled()
         self._let_out(rows)
-        found = self._propagated(traces, rows, meeting)
+        found = self._propagated(traces, rows, met)
         ran = [(mode, found[mode.name]) for mode in modes if mode.name in found]
         if len(ran) == len(modes) and not any(whole.findings for _, whole in ran):
             self._solve(ran)
@@ -345,7 +344,7 @@ class _Prover:
         else:
             proof.random_in_eval |= whole.random
         if any(
-            draws(n) and (n in whole.dropouts or not _is_part(whole, n))
+            draws(n) and (n in whole.dropouts or is_whole(whole.layouts.get(n, [INVARIANT])[0]))
             for n in whole.trace.graph.nodes
             if n.op == "call_function"
         ):
@@ -394,9 +393,9 @@ class _Prover:
         traces, settled = {mode.name: trace for mode, trace in captured}, self._settled()
         wholes = self._propagated(traces)
         if (rows := self.proof.unreduced) and not any(whole.findings for whole in wholes.values()):
-            meeting = _meeting(wholes, rows)
+            met = meeting(wholes, rows)
             self._let_out(rows)
-            wholes = self._propagated(traces, rows, meeting)
+            wholes = self._propagated(traces, rows, met)
         ran = [(mode, wholes[mode.name]) for mode, _ in captured if mode.name in wholes]
         if not any(whole.findings for _, whole in ran):
             if self._settled() != settled:
@@ -407,51 +406,5 @@ class _Prover:
         return next((whole for _, whole in ran if whole.findings), None)
 
 
-def _meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[str, dict[fx.Node, Sum]]:
-    """The sums in which these row layers meet, of each mode."""
-    return {
-        mode: {node: one for node, one in sums(whole).items() if rows.issuperset(one.paths)}
-        for mode, whole in wholes.items()
-    }
-
-
-def _between(meeting: Mapping[str, Mapping[fx.Node, Sum]]) -> frozenset[str]:
-    """The modules that give parts of a sum to the module that sums them: dropouts."""
-    return frozenset(
-        path
-        for each in meeting.values()
-        for top, one in each.items()
-        for path in (node.meta["module"] for node in one.nodes)
-        if path and path != top.meta["module"] and not top.meta["module"].startswith(f"{path}.")
-    )
-
-
-def _handled(wholes: Iterable[Propagation]) -> Iterator[Span]:
-    """The lines of the model that handle values which are not whole."""
-    for whole in wholes:
-        for node in whole.layouts:
-            span = node.meta.get("source")
-            if span is not None and any(_is_part(whole, n) for n in (node, *node.all_input_nodes)):
-                yield span
-
-
-def _is_part(whole: Propagation, node: fx.Node) -> bool:
-    return not is_whole(whole.layouts.get(node, [INVARIANT])[0])
-
-
 def _within(path: str, root: str) -> bool:
     return path != root and (not root or path.startswith(f"{root}."))
-
-
-def _random(whole: Propagation) -> None:
-    """Random numbers on a shard differ by rank: modules switch their stream, so one may not draw both."""
-    for path in sorted(whole.random):
-        if path in whole.random_whole:
-            whole.findings.append(
-                finding_in(
-                    whole, path, "AT316",
-                    "random numbers are drawn both on sharded values, where ranks must differ, and on whole "
-                    "ones, where they must agree",
-                    only=draws,
-                )
-            )  # fmt: skip

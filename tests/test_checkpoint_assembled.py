@@ -3,10 +3,12 @@
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import autotp
 from autotp.checkpoint import convert, merge, reshard
 from autotp.checkpoint.assembled import Assembled, assembled, parts_of_layout, whole_shape
+from autotp.cli import app
 from autotp.comm import simulate
 from autotp.diagnostic import CheckpointError
 from autotp.placement import Shard, deal
@@ -61,6 +63,8 @@ def test_what_transformers_saves_is_converted_loaded_and_given_back(kind, plan, 
     for folder, tp in sources:
         for found in logits(folder, tp, ids):
             torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "in"), "--tp", "2", "--prove"])
+    assert shown.exit_code == 0, shown.output
     reshard(tmp_path / "out", tmp_path / "three", tp=3)
     merge(tmp_path / "three", tmp_path / "again")
     assert tree(tmp_path / "again") == tree(tmp_path / "in")
@@ -123,7 +127,7 @@ def test_a_part_is_cut_as_its_place_in_the_whole():
 @pytest.mark.slow
 def test_a_derived_plan_says_how_conv1d_holds_its_weights(tmp_path):
     """By the headers alone a square weight tells nothing of its order."""
-    config = transformers.GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=97, n_positions=16)
+    config = transformers.GPT2Config(n_embd=24, n_head=4, n_layer=1, vocab_size=97, n_positions=16)
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(tmp_path / "in")
     plan = convert(tmp_path / "in", tmp_path / "out", plan="auto", tp=2).plan

@@ -106,15 +106,19 @@ def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:
     chosen = choose_plan(plan, stored.config)
     there = stored.tensors()
     check_depth(Path(target), stored.config, len(there))
+    from autotp.checkpoint.assembled import assembled, under_the_models_names
     from autotp.checkpoint.fit import check_complete, check_known  # only now torch
     from autotp.checkpoint.names import resolve
     from autotp.decide import decide
+    from autotp.header import Entry
 
     model = described_model(Path(target), stored.config, None)
     analysis = decide(model, chosen, tp=tp)
-    names = resolve(analysis.inventory.tensors(), there, str(getattr(model, "base_model_prefix", "") or ""))
-    check_complete(Path(target), model, there, names)
-    check_known(Path(target), model, there, match(chosen, stored, tp).layouts)
+    entries = {name: Entry(name, t.dtype, t.shape, 0, t.nbytes) for name, t in there.items()}
+    view, _ = under_the_models_names(entries, assembled(model, entries))
+    names = resolve(analysis.inventory.tensors(), view, str(getattr(model, "base_model_prefix", "") or ""))
+    check_complete(Path(target), model, view, names)
+    check_known(Path(target), model, view, match(chosen, stored, tp).layouts)
     return as_stored(analysis, stored)
 
 

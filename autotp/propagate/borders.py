@@ -14,11 +14,12 @@ from torch import fx
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, describe
 from autotp.propagate.call import Conflict
-from autotp.propagate.ops import op_name
+from autotp.propagate.findings import finding_in
+from autotp.propagate.ops import draws, op_name
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.regions import border, first_op, reduced_twice
 
-__all__ = ["borders"]
+__all__ = ["borders", "mixed_random"]
 
 _VIEWS = frozenset(
     [
@@ -115,3 +116,17 @@ def _left(whole: Propagation) -> Iterator[Finding]:
                 "AT311", f"the forward leaves {stored.name} on the model, on each rank {what}"
             )
             yield Finding(stored.node, conflict, ())
+
+
+def mixed_random(whole: Propagation) -> None:
+    """Random numbers on a shard differ by rank: modules switch their stream, so one may not draw both."""
+    for path in sorted(whole.random):
+        if path in whole.random_whole:
+            whole.findings.append(
+                finding_in(
+                    whole, path, "AT316",
+                    "random numbers are drawn both on sharded values, where ranks must differ, and on whole "
+                    "ones, where they must agree",
+                    only=draws,
+                )
+            )  # fmt: skip

@@ -29,7 +29,7 @@ from autotp.propagate.pointwise import LINEAR_IN_ONE
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.regions import border
 
-__all__ = ["Sum", "merged", "sums"]
+__all__ = ["Sum", "between", "meeting", "merged", "sums"]
 
 _SHAPES = frozenset(["view", "reshape", "_unsafe_view"])
 
@@ -146,3 +146,22 @@ def _row(whole: Propagation, node: fx.Node) -> bool:
     names = {whole.aliases.get(name, name) for name in placed.layouts}
     read = {n.meta["name"] for n in node.all_input_nodes if n.op == "get_attr"}
     return op_name(node) in ("linear", "addmm") and bool(read & names & whole.cuts.keys())
+
+
+def meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[str, dict[fx.Node, Sum]]:
+    """The sums in which these row layers meet, of each mode."""
+    return {
+        mode: {node: one for node, one in sums(whole).items() if rows.issuperset(one.paths)}
+        for mode, whole in wholes.items()
+    }
+
+
+def between(met: Mapping[str, Mapping[fx.Node, Sum]]) -> frozenset[str]:
+    """The modules that give parts of a sum to the module that sums them: dropouts."""
+    return frozenset(
+        path
+        for each in met.values()
+        for top, one in each.items()
+        for path in (node.meta["module"] for node in one.nodes)
+        if path and path != top.meta["module"] and not top.meta["module"].startswith(f"{path}.")
+    )
