@@ -39,8 +39,8 @@ def _found(matches: Matches, inventory: Inventory) -> Iterator[Found]:
     every = [(one, held) for one in matches.placed.values() if (held := weight(one)) is not None]
     columns = [(p, held) for p, held in every if p.style == "column" and not p.rule.gather_output]
     for row, (size, shard) in every:
-        if row.style != "row" or row.rule.split_input:
-            continue
+        if row.style != "row" or row.rule.split_input or not row.declared:
+            continue  # one that declares no heads is left to the proof, which a load makes, too
         wanted, around = _cut(shard, size), row.path
         given: list[tuple[Placed, Cut]] = []
         for _ in range(2):

@@ -447,7 +447,7 @@ def test_a_disk_that_is_full(tmp_path):
     [
         ("x" * 250, "File name too long"),
         ("a\0b", "no file can have this name; name a new one"),
-        ("file/out", "cannot be written: "),
+        ("file/out", "cannot be made: "),
     ],
 )
 def test_targets_that_cannot_be(tmp_path, name, message):

@@ -54,8 +54,11 @@ def assembled(model: nn.Module, stored: Collection[str]) -> dict[str, Assembled]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     prefix = str(getattr(model, "base_model_prefix", "") or "")
     for name in strange:
+        plain, pattern = rename(name, renamings, converters)
+        if plain == name:
+            continue  # but for a prefix, which is another matter (names.py)
         target, pattern = rename(name, renamings, converters, prefix, own)
-        if target != name and target in own and target not in stored:
+        if target in own and target not in stored:
             found.setdefault(target, {}).setdefault(pattern or "", []).append(name)
             makers[target] = by_pattern.get(pattern)
     made = {target: _made(names, makers[target]) for target, names in found.items()}

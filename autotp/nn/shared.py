@@ -22,6 +22,7 @@ class SharedCopy:
     The copy is kept from the first reader to the last, and made anew for another tensor: a layer that is
     called alone, or with a tensor of its own, has a copy of its own.
 
+    >>> import torch
     >>> from autotp.comm import GroupOfOne
     >>> shared, x = SharedCopy(GroupOfOne(), readers=2), torch.ones(2, requires_grad=True)
     >>> shared(x) is shared(x)
