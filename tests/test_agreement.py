@@ -30,7 +30,9 @@ def faults(stock, rules, tp):
     return errors(analyze_shapes(stock, Plan(rules=rules), tp=tp).diagnostics)
 
 
-@pytest.mark.parametrize(("heads", "tp", "right"), [(6, 2, True), (2, 2, True), (3, 2, False), (None, 4, True)])
+@pytest.mark.parametrize(
+    ("heads", "tp", "right"), [(6, 2, True), (2, 2, True), (3, 2, False), (None, 4, True)]
+)
 def test_a_row_layer_is_cut_as_its_queries(heads, tp, right):
     rules = COLUMNS | {"o": {"style": "row", "heads": heads}}
     if heads is None:

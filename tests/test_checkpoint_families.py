@@ -16,7 +16,13 @@ def hashes(folder):
 
 def eight_heads(name):
     """Sizes that 8 ranks can share, of which 3 ranks hold unequal parts."""
-    return {key: 8 for key in HEADS if key in MODELS[name][1]}
+    sizes = MODELS[name][1]
+    inside = {
+        key: {**part, **{head: 8 for head in HEADS if head in part}}
+        for key, part in sizes.items()
+        if isinstance(part, dict) and set(HEADS) & set(part) and key == "text_config"
+    }
+    return {key: 8 for key in HEADS if key in sizes} | inside
 
 
 LARGEST = {"codegen": 4}  # its fused heads lie in four parts

