@@ -55,9 +55,7 @@ def generates_the_same(model, plan):
 
     def rank(group):
         sharded = autotp.shard(copies[group.rank], plan, group)
-        if (
-            plan in REFUSED
-        ):  # a needless refusal: the edit of its ALiBi is not found when a call is proven anew
+        if plan in REFUSED:  # needlessly: the edit of its ALiBi is not proven anew
             with pytest.raises(autotp.UnprovenPath):
                 sharded.generate(**given, **options)
             return wanted
