@@ -209,11 +209,14 @@ class _Prover:
         if not proof.unreduced and not any(whole.findings for _, whole in ran):
             self._solve(ran)
         proof.propagations, proof.covered = propagated, found.covered
+        training = {mode.name for mode, _ in found.given if mode.training}
+        covering = {known for name, known in found.covered.items() if name in training}
         for mode, whole in ran:
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return
-            self._keep(mode.name, whole, training=mode.training)
+            trains = mode.training or mode.name in covering
+            self._keep(mode.name, whole, training=mode.training, trains=trains)
         proof.diagnostics += self._at_other_sizes([whole for _, whole in ran])
         self._guard(found)
         if both := sorted(proof.copied & proof.uncopied):
@@ -325,7 +328,8 @@ class _Prover:
     def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
         return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)
 
-    def _keep(self, mode: str, whole: Propagation, *, training: bool) -> None:
+    def _keep(self, mode: str, whole: Propagation, *, training: bool, trains: bool) -> None:
+        """What a mode showed; `trains` where it is a train mode or covers one."""
         proof = self.proof
         proof.modes.append(mode)
         calls = whole.trace.calls
@@ -339,9 +343,9 @@ class _Prover:
         proof.random |= whole.random
         inside = (p for p in whole.random_whole if any(_within(p, path) for path in whole.random))
         proof.random_common |= set(inside)
-        if training:
+        if trains:
             proof.resting |= whole.resting
-        else:
+        if not training:
             proof.random_in_eval |= whole.random
         if any(
             draws(n) and (n in whole.dropouts or is_whole(whole.layouts.get(n, [INVARIANT])[0]))

@@ -17,11 +17,8 @@ def hashes(folder):
 def eight_heads(name):
     """Sizes that 8 ranks can share, of which 3 ranks hold unequal parts."""
     sizes = MODELS[name][1]
-    inside = {
-        key: {**part, **{head: 8 for head in HEADS if head in part}}
-        for key, part in sizes.items()
-        if isinstance(part, dict) and set(HEADS) & set(part) and key == "text_config"
-    }
+    text = sizes.get("text_config", {})
+    inside = {"text_config": {**text, **{key: 8 for key in HEADS if key in text}}} if text else {}
     return {key: 8 for key in HEADS if key in sizes} | inside
 
 

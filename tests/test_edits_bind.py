@@ -61,7 +61,7 @@ def test_a_branch_that_no_trace_took_raises(way, text):
         )
 
 
-def test_a_check_that_raises_stays_a_check():
+def test_a_check_of_the_model_is_told():
     def rank(group):
         model = autotp.shard(built(edited.Branches), PLAN, group, inputs=X)
         with pytest.raises(autotp.UnprovenPath, match="cannot be traced: ValueError: too many dims"):

@@ -62,7 +62,7 @@ class Calls(Values):
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
             call = self._counts[path] = self._counts.get(path, -1) + 1
-            self.trace.given.setdefault(path, []).append(signature(parameters, args, kwargs))
+            self.trace.given.setdefault(path, []).append(self.paused(signature, parameters, args, kwargs))
             self.stack.append((path, call))
             try:
                 return self.repeats.around(path, call, body, *args, **kwargs)

@@ -117,7 +117,7 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
             behind[span] = edit.wrapper.operand
             continue
         note = observed.note(edit.site) if observed is not None else None
-        wrapper = wrapper_of(edit.wrapper, how.rank, _where(source, edit), note)
+        wrapper = wrapper_of(edit.wrapper, how.rank, _where(source, edit), note, recorded=how.group is None)
         (word,) = words(edit)
         pieces.append((span, word, wrapper))
     wraps = {span: wrapper for span, name, wrapper in pieces if name in ("local", "whole")}

@@ -37,14 +37,17 @@ def localised(sizes: Sequence[Size], value: int, rank: int) -> int | None:
     return None
 
 
-def wrapper_of(how: Wrapper, rank: int, where: str, note: Note | None) -> Callable[..., Any]:
-    """The function that is called around the expression; `note` is given what it does not know."""
+def wrapper_of(
+    how: Wrapper, rank: int, where: str, note: Note | None, *, recorded: bool
+) -> Callable[..., Any]:
+    """The function that is called around the expression; `note` is given what it does not know. `recorded`
+    it is while a model is proven, also where it raises as on a sharded one: without a note."""
     if isinstance(how, Local):
         return _local(how.sizes, rank, where, note)
     if isinstance(how, Unproven):
         return unproven(where)
     if isinstance(how, Part):
-        return _part(how, rank, where, recorded=note is not None)
+        return _part(how, rank, where, recorded=recorded)
     if isinstance(how, Axes):
         return _axes(dict(how.sizes), rank, where)
     if isinstance(how, Slow):
