@@ -14,9 +14,10 @@ from autotp.collectives import Collective, collectives_of
 from autotp.diagnostic import UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.plan import Plan
+from autotp.proof import Proof
 from autotp.propagate.given import Proven
 from autotp.propagate.reads import held_reads
-from autotp.prove import Proof, prove
+from autotp.prove import prove
 from autotp.rewrite.apply import refuse_sharded
 from autotp.rewrite.edits.diff import diff
 from autotp.shapes import analyze_shapes

@@ -133,6 +133,8 @@ def refuse_made(layer: Any) -> None:
     """Raises UsageError where a cut parameter of `layer` is made of this rank's part alone, by norms,
     products or a choice over the cut dim: by torch's parametrizations (weight_norm of the other dim,
     spectral_norm, orthogonal), by the hooks that are their older form, or by pruning."""
+    if not (layer._modules or layer._forward_pre_hooks):
+        return
     for name, kind, form in _makers(layer):
         raise UsageError(
             f"{type(layer).__name__.removeprefix('Parametrized')}: its {name} is made by {kind.strip('_')} "

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
-from autotp.analysis import Analysis, Branch
+from autotp.analysis import Analysis
 from autotp.diagnostic import Diagnostic, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, is_whole
+from autotp.proof import Proof
 from autotp.proof_notes import copied_at_times, handled, not_run, notes, unreached_layers, untraceable
 from autotp.propagate.borders import borders, mixed_random
 from autotp.propagate.compared import asked_of_cuts, comparisons
 from autotp.propagate.diagnose import diagnose
 from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
-from autotp.propagate.given import Traced, calls_of, guard_of
+from autotp.propagate.given import calls_of, guard_of
 from autotp.propagate.mapped import counted
 from autotp.propagate.merged import Sum, between, meeting, merged
 from autotp.propagate.ops import draws
@@ -48,51 +48,9 @@ from autotp.trace.modes import Captured, Mode, capture_modes
 from autotp.trace.untouched import untouched
 from autotp.trace.witnesses import sizes_said, witnesses
 
-__all__ = ["Proof", "prove", "prove_call"]
+__all__ = ["prove", "prove_call"]
 
 ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for what was seen
-
-
-@dataclass
-class Proof:
-    """What the traces showed.
-
-    `cuts` is how each tensor is cut, by its first name; `reads` the whole tensors that are transformed where
-    they are read; `regions` the modules with mappings at their border; `calls` how often each module runs;
-    `copied` the column layers whose input needs its gradient summed, `shared` those of them that read one
-    value, in groups, `uncopied` those whose input comes as a copy; `random` the modules that draw random
-    numbers on a shard, `random_in_eval` those of them that draw in evaluation, too. `propagations` are the
-    layouts of each mode's trace (of one mode alone, where it has findings), `covered` the modes that run as
-    another one does, `edits` the edits of the model's code, found and proven, `mapped` how often
-    each of their mappings runs in a call of each module, `unreduced` the row layers that leave their outputs
-    partial, `branches` those of the code
-    that handles sharded values which no mode took. `random_common` are modules inside of those in `random`
-    that draw what all ranks share, `resting` those whose dropout on a shard has the rate 0.
-    `given` are the calls of the model that were traced, `names` those in the code that ran.
-    """
-
-    cuts: dict[str, Shard]
-    reads: dict[str, Read] = field(default_factory=dict)
-    regions: dict[str, Region] = field(default_factory=dict)
-    diagnostics: list[Diagnostic] = field(default_factory=list)
-    modes: list[str] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)
-    copied: set[str] = field(default_factory=set)
-    shared: tuple[tuple[str, ...], ...] = ()
-    uncopied: set[str] = field(default_factory=set)
-    random: set[str] = field(default_factory=set)
-    propagations: dict[str, Propagation] = field(default_factory=dict)
-    covered: Mapping[str, str] = field(default_factory=dict)
-    random_in_eval: set[str] = field(default_factory=set)
-    branches: tuple[Branch, ...] = ()
-    random_common: set[str] = field(default_factory=set)
-    draws: set[str] = field(default_factory=set)
-    resting: set[str] = field(default_factory=set)
-    edits: Edits = field(default_factory=Edits)
-    mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    unreduced: frozenset[str] = frozenset()
-    given: frozenset[Traced] = frozenset()
-    names: frozenset[str] = frozenset()
 
 
 def prove(

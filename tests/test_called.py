@@ -391,6 +391,20 @@ def test_an_attribute_that_is_set_later_is_proven_or_refused(asks, right, refuse
     _same(model, ranks, X)
 
 
+def test_what_the_code_asks_of_torch_is_looked_at():
+    model, ranks = _ranks(
+        lambda self, x: self.fc2(
+            self.fc1(x).cumsum(-1) if torch.is_inference_mode_enabled() else self.fc1(x).relu()
+        )
+    )
+    _same(model, ranks, X)
+    with torch.inference_mode():
+        for rank in ranks:
+            with pytest.raises(UnprovenPath, match=r"torch\.is_inference_mode_enabled\(\)=True since it was"):
+                rank(X)
+    _same(model, ranks, X)
+
+
 def test_a_call_is_looked_at_in_copies():
     model, ranks = _ranks(_both)
     copied = simulate(2, lambda group: copy.deepcopy(ranks[group.rank]))

@@ -80,20 +80,16 @@ class Loader:
         cuts = stored.cuts(layout)
         assert cuts is not None, "checked before anything is read (fit.misfits)"
         local = shape if layout is None else layout.local_shape(shape, rank)
+        dim = made.dim - made.stacked if len(cuts) > 1 else 0
         whole: torch.Tensor | None = None
         start = 0
         for part, cut in zip(stored.parts, cuts, strict=True):
             for number, one in enumerate(part):
                 tensor = self.read(one, cut)
-                if not made.stacked and len(stored.parts) == 1:
-                    return tensor  # under another name
-                if whole is None:
-                    whole = tensor.new_empty(local)
+                whole = tensor.new_empty(local) if whole is None else whole
                 room = whole[number] if made.stacked else whole
-                dim = made.dim - made.stacked if len(stored.parts) > 1 else 0
-                size = tensor.shape[dim]
-                room.narrow(dim, start if len(stored.parts) > 1 else 0, size).copy_(tensor)
-            start += size
+                room.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
+            start += tensor.shape[dim]
         assert whole is not None, "there is a part"
         return whole
 

@@ -79,6 +79,9 @@ def as_the_model_names_them(model: nn.Module, stored: Mapping[str, Stored]) -> d
     view, made = under_the_models_names(entries, assembled(model, stored))
     found = {name: stored[name] for name in view if name in stored}
     for name, one in made.items():
+        if not one.stacked and len(one.parts) == 1:
+            found[name] = stored[one.parts[0][0]]  # under another name, and nothing else
+            continue
         parts = tuple(tuple(stored[spelled] for spelled in part) for part in one.parts)
         first = parts[0][0]
         found[name] = Stored(first.path, view[name], view[name].shape, first.own, made=one, parts=parts)

@@ -19,8 +19,8 @@ from autotp.derive.naming import patterns_of
 from autotp.diagnostic import Diagnostic, UsageError
 from autotp.inventory import Inventory
 from autotp.plan import Plan, Rule
+from autotp.proof import Proof
 from autotp.propagate.ops import op_name
-from autotp.prove import Proof
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Captured
 

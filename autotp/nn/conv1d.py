@@ -96,8 +96,7 @@ class ColumnParallelConv1D(_ParallelConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out/tp), or (..., out) with `gather_output`."""
-        if self._modules or self._forward_pre_hooks:
-            refuse_made(self)
+        refuse_made(self)
         weight: Tensor = self.weight
         bias: Tensor = self.bias
         if self.shares:  # columns that several ranks hold: their gradient is summed over the holders
@@ -156,8 +155,7 @@ class RowParallelConv1D(_ParallelConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
-        if self._modules or self._forward_pre_hooks:
-            refuse_made(self)
+        refuse_made(self)
         expected = self.weight.shape[0] if self.input_is_parallel else self.nx
         if x.shape[-1] != expected:
             raise UsageError(

@@ -212,8 +212,7 @@ class VocabParallelEmbedding(_CutEmbedding):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
         checked_ids("VocabParallelEmbedding", input)
-        if self._modules or self._forward_pre_hooks:
-            refuse_made(self)
+        refuse_made(self)
         if self.max_norm is not None:
             renormalise_rows(self.weight, input, self.start, max_norm=self.max_norm, norm_type=self.norm_type)
         rows = lookup(
@@ -244,8 +243,7 @@ class ParallelEmbedding(_CutEmbedding):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
         checked_ids("ParallelEmbedding", input)
-        if self._modules or self._forward_pre_hooks:
-            refuse_made(self)
+        refuse_made(self)
         if self.max_norm is not None:
             renormalise_columns(
                 self.weight, input, self.group, max_norm=self.max_norm, norm_type=self.norm_type

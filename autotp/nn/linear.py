@@ -231,8 +231,7 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UsageError(
                 f"ColumnParallelLinear: the input has {_features(input)}, in_features={self.in_features}"
             )
-        if self._modules or self._forward_pre_hooks:
-            refuse_made(self)
+        refuse_made(self)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.shares:  # rows that several ranks hold: their gradient is summed over the holders
@@ -331,8 +330,7 @@ class RowParallelLinear(_ParallelLinear):
                 f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
-        if self._modules or self._forward_pre_hooks:
-            refuse_made(self)
+        refuse_made(self)
         return row_product(
             input, self.weight, self.bias, self.group,
             scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,

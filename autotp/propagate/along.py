@@ -13,11 +13,11 @@ from torch import fx, nn
 from autotp.diagnostic import UsageError
 from autotp.explanation import Explanation, Mapped, Step
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Partial, Shard
+from autotp.proof import Proof
 from autotp.propagate.mapped import STATISTICS
 from autotp.propagate.ops import op_name
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.regions import border
-from autotp.prove import Proof
 from autotp.report.words import cut_words
 
 __all__ = ["along"]

@@ -8,7 +8,7 @@ way: `if x.shape[1] < h.shape[-1]` differs on a rank for a sequence between its 
 A size that is cut may be compared as a plain number, too (`int(h.shape[-1])`): then a rank's trace compares
 the size of the input with another number. And what is compared with a size that is cut may be a size of the
 input by another name (`len(x)`): where the code asks anything of sizes that are cut, the proof is made again
-with inputs of those sizes (`propagate/witnesses.py`).
+with inputs of those sizes (`trace/witnesses.py`).
 """
 
 from __future__ import annotations

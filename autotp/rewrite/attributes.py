@@ -3,14 +3,15 @@
 A flag that the forward reads (`model.causal = True`, `model.config.use_cache = False`) may take another way
 as an argument does. So before each call those attributes are looked at whose names stand in the code that
 the traces ran; comparing one takes some 40 ns. What the forward itself writes is left out, and submodules,
-tensors and hooks that were put in place of others are not looked at.
+tensors and hooks that were put in place of others are not looked at. What the code asks of torch itself
+(`torch.is_inference_mode_enabled()`) is looked at likewise.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -27,6 +28,10 @@ _CALLED = (FunctionType, BuiltinFunctionType, type)
 _HELD = (list, dict, set, tuple)
 _MOST = 64  # elements of a container that is looked into
 _MISSING = object()
+_SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "get_default_dtype": torch.get_default_dtype,
+}
 _Place = tuple[str, tuple[str, ...]]
 """The path of a module, and the attributes on the way to an object that it holds."""
 
@@ -38,6 +43,8 @@ class Attributes:
         self.state = ""
         self.values: dict[_Place, dict[str, Any]] = {}
         self.dtype = _dtype(model)
+        self.asked = {name: ask() for name, ask in _SURROUNDINGS.items() if name in names}
+        self._around = self.asked
         self._seen: list[tuple[dict[str, Any], str, Any]] | None = None
         for place, held in _holders(model):
             path = place[0]
@@ -64,6 +71,7 @@ class Attributes:
                 if (held := holders.get(place)) is not None
                 for key in kept
             ]
+            self._around = {name: _SURROUNDINGS[name]() for name in self.asked}
             self.state = ", ".join(self._told(holders))
         return self.state
 
@@ -71,6 +79,8 @@ class Attributes:
         """Whether anything is another than when it was last looked at."""
         assert self._seen is not None
         if self._first is not None and self._first[0][self._first[1]].dtype != self._now:
+            return True
+        if any(_SURROUNDINGS[name]() != was for name, was in self._around.items()):
             return True
         for held, key, value in self._seen:
             now = held.get(key, _MISSING)
@@ -82,6 +92,9 @@ class Attributes:
         """The attributes that are others than when the model was sharded, in words."""
         if self._now != self.dtype:
             yield f"parameters={self._now}"
+        for name, was in self.asked.items():
+            if self._around[name] != was:
+                yield f"torch.{name}()={self._around[name]}"
         for (path, steps), kept in self.values.items():
             held = holders.get((path, steps), {})
             for key, value in kept.items():
@@ -96,7 +109,10 @@ class Attributes:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"state": "", "values": self.values, "dtype": self.dtype, "_seen": None}
+        return {
+            "state": "", "values": self.values, "dtype": self.dtype, "asked": self.asked,
+            "_around": self.asked, "_seen": None,
+        }  # fmt: skip
 
 
 def names_in(codes: Iterator[CodeType]) -> frozenset[str]:
@@ -171,11 +187,7 @@ def _holds(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType)) or callable(value):
         return False
-    return hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in (
-        "torch",
-        "autotp",
-        "builtins",
-    )
+    return hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _OTHERS
 
 
 _OTHERS = ("torch", "autotp", "builtins")

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.analysis import Analysis
 from autotp.diagnostic import errors
+from autotp.proof import Proof
 from autotp.propagate.propagation import Propagation
-from autotp.prove import Proof, prove_call
+from autotp.prove import prove_call
 from autotp.rewrite.undo import Change, Hooks, undo, without_later
 from autotp.trace.graph import TraceError, is_cache
 from autotp.trace.modes import Mode

@@ -21,7 +21,7 @@ from autotp.analysis import Analysis
 from autotp.comm import Group
 from autotp.diagnostic import UsageError
 from autotp.marks import marking
-from autotp.prove import Proof
+from autotp.proof import Proof
 from autotp.rewrite.apply import apply
 from autotp.rewrite.graph_module import Check, Sizes
 from autotp.rewrite.graph_nodes import build
