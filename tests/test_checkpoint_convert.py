@@ -379,7 +379,7 @@ def test_some_ranks_alone_write_the_same_manifest_and_the_same_shards(tmp_path):
     assert parts[0] | parts[1] == everything and set(parts[0]) & set(parts[1]) == {"autotp.json"}
     assert dict(first.files) == {n: len(d) for n, d in parts[0].items() if n != "autotp.json"}
     message = refusal(CheckpointError, merge, tmp_path / "first", tmp_path / "back")
-    assert message == f"{tmp_path / 'first'}: 1 of 2 rank folders are missing: rank-1-of-2"
+    assert message == f"{tmp_path / 'first'}: 1 of 2 rank folders are missing: rank-1-of-2; copy them here"
     message = refusal(UsageError, convert, source, tmp_path / "x", ranks=[2], **options)
     assert message == "ranks are from 0 to 1 for tp=2, not [2]"
     message = refusal(UsageError, convert, source, tmp_path / "x", ranks=[], **options)

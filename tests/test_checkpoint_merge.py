@@ -11,6 +11,7 @@ from autotp.checkpoint.carry import carry
 from autotp.checkpoint.folder import open_folder
 from autotp.checkpoint.manifest import Manifest
 from autotp.checkpoint.output import rank_folder, rank_outputs
+from autotp.checkpoint.ranks import AGAIN
 from autotp.checkpoint.supply import Whole
 from autotp.diagnostic import CheckpointError
 from autotp.header import read_header
@@ -83,7 +84,7 @@ def test_copies_that_differ(shards, tensor, data, apart, rank):
     overwrite(file_of(shards, rank, tensor), tensor, data)
     assert refusal(shards) == (
         f"{file_of(shards, 1, tensor)}: rank 1's copy of tensor {tensor!r} differs from the first holder's: "
-        f"largest difference {apart} (not what was written: rank {rank})"
+        f"largest difference {apart} (not what was written: rank {rank}); copy that folder again"
     )
 
 
@@ -105,14 +106,15 @@ def test_without_digests_copies_are_still_compared(tmp_path):
     path = file_of(tmp_path / "out", 1, "norm.weight")
     overwrite(path, "norm.weight", np.array([2], np.float32).tobytes())
     expected = (
-        f"{path}: rank 1's copy of tensor 'norm.weight' differs from the first holder's: largest difference 2"
+        f"{path}: rank 1's copy of tensor 'norm.weight' differs from the first holder's: largest difference "
+        "2; nothing tells which is right: convert again"
     )
     assert refusal(tmp_path / "out") == expected
 
 
 def test_rank_folders_too_few_and_too_many(shards):
     (shards / "rank-1-of-2").rename(shards / "rank-2-of-2")
-    assert refusal(shards) == f"{shards}: 1 of 2 rank folders are missing: rank-1-of-2"
+    assert refusal(shards) == f"{shards}: 1 of 2 rank folders are missing: rank-1-of-2; copy them here"
     shutil.copytree(shards / "rank-2-of-2", shards / "rank-1-of-2")
     assert refusal(shards) == f"{shards}: is for tp=2, and holds other rank folders too: rank-2-of-2"
 
@@ -139,9 +141,9 @@ def test_a_shard_that_is_not_what_was_written(shards):
         ),
     ):
         path.write_bytes(safetensors_bytes(tensors))
-        assert refusal(shards) == f"{path}: {fault}"
+        assert refusal(shards) == f"{path}: {fault}; {AGAIN}"
     path.write_bytes(safetensors_bytes(part, pad=8))
-    assert refusal(shards) == f"{path}: its header is not the one that was written"
+    assert refusal(shards) == f"{path}: its header is not the one that was written; {AGAIN}"
     path.write_bytes(good[:-3])
     assert refusal(shards) == (
         f"{path}: is truncated: {len(good) - 3} bytes, and its header accounts for {len(good)}"
@@ -165,7 +167,7 @@ def test_twelve_ranks_are_counted_as_numbers(tmp_path):
     merge(tmp_path / "out", tmp_path / "back")
     assert tree(tmp_path / "back") == tree(source)
     (tmp_path / "out" / "rank-10-of-12").rename(tmp_path / "out" / "rank-12-of-12")
-    with pytest.raises(CheckpointError, match=r"out: 1 of 12 rank folders are missing: rank-10-of-12$"):
+    with pytest.raises(CheckpointError, match=r"out: 1 of 12 rank folders are missing: rank-10-of-12; copy them here$"):
         merge(tmp_path / "out", tmp_path / "again")
 
 
@@ -175,7 +177,9 @@ def test_many_missing_ranks_are_counted_and_some_named(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         merge(tmp_path / "out", tmp_path / "back")
     named = ", ".join(f"rank-{rank}-of-12" for rank in (0, 1, 2, 4, 5, 6, 7, 8))
-    assert str(raised.value) == (f"{tmp_path / 'out'}: 11 of 12 rank folders are missing: {named} and 3 more")
+    assert str(raised.value) == (
+        f"{tmp_path / 'out'}: 11 of 12 rank folders are missing: {named} and 3 more; copy them here"
+    )
 
 
 def test_shared_kv_heads_and_whole_sections(tmp_path):
@@ -224,7 +228,7 @@ def test_shared_kv_heads_and_whole_sections(tmp_path):
     with pytest.raises(CheckpointError) as raised:
         merge(tmp_path / "out", tmp_path / "back")
     assert str(raised.value).startswith(f"{path}: rank 3's copy of tensor 'kt.weight' differs from the first")
-    assert str(raised.value).endswith("(not what was written: rank 3)")
+    assert str(raised.value).endswith("(not what was written: rank 3); copy that folder again")
 
 
 @pytest.mark.parametrize("digest", ["xxh3", "none"])

@@ -122,9 +122,13 @@ def test_what_is_merged_loads_with_transformers_and_says_how_rows_were_permuted(
 def test_each_rank_reads_it_without_a_conversion(tmp_path):
     model = meta_checkpoint(tmp_path / "in", 2, axis=0)
     ids = torch.arange(8)[None]
-    for output in simulate(
-        2, lambda group: from_pretrained(tmp_path / "in", mesh=group, check="shapes")(ids).logits
-    ):
+    says = r"in: assumed, as params.json does not tell it: max_position_embeddings 4096$"
+    with pytest.warns(UserWarning, match=says) as told:
+        outputs = simulate(
+            2, lambda group: from_pretrained(tmp_path / "in", mesh=group, check="shapes")(ids).logits
+        )
+    assert len(told) == 1 and told[0].filename == __file__
+    for output in outputs:
         torch.testing.assert_close(output, model(ids).logits, atol=1e-10, rtol=0)
 
 

@@ -6,6 +6,7 @@ rank reads its own slices, each straight into the memory where it stays.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -68,6 +69,8 @@ def from_pretrained(
     - `strict`: False ignores tensors that the model has not; a missing one is an error all the same
     - `biases`: of other trainers' files of each rank, as `convert` takes it
 
+    What a config needs and Meta's params.json does not tell is assumed, with a warning.
+
     The model is in eval mode, on the device of the mesh (the CPU when `mesh` is no DeviceMesh). Each rank
     holds its local bytes and nothing else: no rank ever holds the whole model. Raises CheckpointError with
     all missing, unexpected and mismatched tensors together, PlanError for a refused plan, and UsageError
@@ -83,7 +86,9 @@ def from_pretrained(
         manifest = load_manifest(folder) if (Path(folder) / MANIFEST).is_file() else None
         home, ranks = Path(folder), None
         if manifest is None:
-            stored, config = in_checkpoint(home, plan, biases)
+            stored, config, assumed = in_checkpoint(home, plan, biases)
+            for said in assumed if group.rank == 0 else ():
+                warnings.warn(f"{home}: {said}", stacklevel=2)
         else:
             if biases != "equal":
                 raise UsageError(f"{home}: is converted: its biases are whole; leave `biases` out")

@@ -17,6 +17,7 @@ from autotp.checkpoint.assembled import Assembled
 from autotp.checkpoint.digest import new_digest
 from autotp.checkpoint.fit import DTYPES
 from autotp.checkpoint.folder import MANIFEST
+from autotp.checkpoint.ranks import AGAIN
 from autotp.checkpoint.read import CHUNK, Block, Part, open_to_read, read_local
 from autotp.checkpoint.stored import Stored
 from autotp.comm import Group
@@ -105,7 +106,7 @@ class Loader:
         if digest.hexdigest() != stored.digest:
             raise CheckpointError(
                 f"{stored.path}: tensor {stored.entry.name!r} of rank {self.group.rank} is damaged: its "
-                f"bytes have not the digest that {MANIFEST} tells"
+                f"bytes have not the digest that {MANIFEST} tells; {AGAIN}"
             )
 
 

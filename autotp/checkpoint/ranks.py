@@ -20,7 +20,9 @@ from autotp.checkpoint.write import Buffers
 from autotp.diagnostic import CheckpointError
 from autotp.header import Entry, Header, read_header
 
-__all__ = ["Ranks", "checked_header"]
+__all__ = ["AGAIN", "Ranks", "checked_header"]
+
+AGAIN = "copy this rank's folder again, or convert again"
 
 
 class Ranks:
@@ -104,8 +106,10 @@ class Ranks:
         says = f"{path}: rank {rank}'s copy of tensor {entry.name!r} differs from the first holder's: "
         says += f"largest difference {self.largest_difference(file, entry)}"
         damaged = self.damaged(file, entry) if self.manifest.digest != "none" else []
+        if not damaged:
+            return CheckpointError(f"{says}; nothing tells which is right: convert again")
         wrong = ", ".join(str(bad) for bad in damaged)
-        return CheckpointError(says + (f" (not what was written: rank {wrong})" if damaged else ""))
+        return CheckpointError(f"{says} (not what was written: rank {wrong}); copy that folder again")
 
     def largest_difference(self, file: Header, entry: Entry) -> str:
         """How far the copies of a tensor that several ranks hold are apart, as text."""
@@ -148,7 +152,7 @@ class Ranks:
         path = self.headers[file.path.name][rank].path
         return CheckpointError(
             f"{path}: tensor {entry.name!r} of rank {rank} is damaged: its bytes have not the digest that "
-            f"{MANIFEST} tells; copy this rank's folder again, or convert again"
+            f"{MANIFEST} tells; {AGAIN}"
         )
 
 
@@ -158,7 +162,7 @@ def _check_folders(folder: Path, homes: list[Path]) -> None:
     missing = [home.name for home in homes if home not in there]
     if missing:
         some = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        _refuse(folder, f"{len(missing)} of {len(homes)} rank folders are missing: {some}")
+        _refuse(folder, f"{len(missing)} of {len(homes)} rank folders are missing: {some}; copy them here")
     extra = sorted(entry.name for entry in there - set(homes))
     if extra:
         _refuse(folder, f"is for tp={len(homes)}, and holds other rank folders too: {', '.join(extra)}")
@@ -170,18 +174,18 @@ def checked_header(expected: Header) -> Header:
     for name, entry in expected.tensors.items():
         there = found.tensors.get(name)
         if there is None:
-            _refuse(found.path, f"tensor {name!r} is missing")
+            _refuse(found.path, f"tensor {name!r} is missing; {AGAIN}")
         if (there.dtype, there.shape) != (entry.dtype, entry.shape):
             _refuse(
                 found.path,
                 f"tensor {name!r} is {there.dtype} {list(there.shape)}; {MANIFEST} gives this rank "
-                f"{entry.dtype} {list(entry.shape)}",
+                f"{entry.dtype} {list(entry.shape)}; {AGAIN}",
             )
     unexpected = next((name for name in found.tensors if name not in expected.tensors), None)
     if unexpected is not None:
-        _refuse(found.path, f"tensor {unexpected!r} is not in {MANIFEST}")
+        _refuse(found.path, f"tensor {unexpected!r} is not in {MANIFEST}; {AGAIN}")
     if found.raw != expected.raw:
-        _refuse(found.path, "its header is not the one that was written")
+        _refuse(found.path, f"its header is not the one that was written; {AGAIN}")
     return found
 
 

@@ -88,8 +88,11 @@ def as_the_model_names_them(model: nn.Module, stored: Mapping[str, Stored]) -> d
     return found
 
 
-def in_checkpoint(home: Path, plan: Any, biases: str = "equal") -> tuple[dict[str, Stored], dict[str, Any]]:
-    """The tensors of an unsharded checkpoint, in any format that `convert` reads, and its config."""
+def in_checkpoint(
+    home: Path, plan: Any, biases: str = "equal"
+) -> tuple[dict[str, Stored], dict[str, Any], tuple[str, ...]]:
+    """The tensors of an unsharded checkpoint, in any format that `convert` reads, its config, and what that
+    was given that no file tells."""
     other = other_format(home, plan, biases)
     if other is not None:
         load = other.load()
@@ -97,11 +100,11 @@ def in_checkpoint(home: Path, plan: Any, biases: str = "equal") -> tuple[dict[st
         return {
             name: Stored(file.path, entry, entry.shape, load=lambda name=name: load(name))  # type: ignore[misc]
             for name, (file, entry) in tensors.items()
-        }, dict(other.folder.config)
+        }, dict(other.folder.config), getattr(other, "assumed", ())
     folder = open_folder(home)
     return {
         name: Stored(file.path, entry, entry.shape) for name, (file, entry) in folder.tensors().items()
-    }, dict(folder.config)
+    }, dict(folder.config), ()
 
 
 def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stored]:
