@@ -79,11 +79,13 @@ def build(source: str | Path) -> nn.Module:
             model = factory(config) if factory is not None else transformers.AutoModel.from_config(config)
     except Exception as error:
         kind = model_type(folder) or "unknown"
-        reason = (str(error).strip().splitlines() or [""])[0]
+        first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        reason = f"{first} {more[0]}" if more and first.endswith(":") else first
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot build this model "
             f"(model_type {kind}): {type(error).__name__}: {reason}\n"
-            '  = help: check="shapes" goes by the names and shapes of the weights alone'
+            '  = help: correct it; where nothing is loaded, check="shapes" goes by the names and shapes of the '
+            "weights alone; a load takes a model of your own: model="
         ) from error
     assert isinstance(model, nn.Module)
     return model.eval()

@@ -271,6 +271,9 @@ def test_wrong_options_are_named(tmp_path):
     assert message == "check is 'layouts' or 'shapes', not 'all'"
     message = refusal(UsageError, convert, source, out, **options | {"tp": 0})
     assert message == "tp is a whole number of at least 1, not 0"
+    for ranks in (1, "0-1", [1.0], [True]):
+        message = refusal(UsageError, convert, source, out, **options | {"ranks": ranks})
+        assert message == f"ranks are from 0 to 1 for tp=2, not {ranks!r}"
     message = refusal(UsageError, convert, source, out, **options | {"plan": "auto"})
     assert message == 'plan "auto" is derived from the traced graph, which check="shapes" leaves out'
     message = refusal(UsageError, convert, source, out, **options | {"plan": None})

@@ -124,9 +124,10 @@ def test_what_generate_does_by_default_comes_along(tmp_path):
     for source in (folder, tmp_path / "out"):
         settings = from_pretrained(source, check="shapes").generation_config
         assert (settings.temperature, settings.do_sample, settings.eos_token_id) == (0.5, True, 7)
-    (folder / "generation_config.json").write_text("{")
-    message = refusal(CheckpointError, folder, check="shapes")
-    assert message.startswith(f"{folder / 'generation_config.json'}: cannot be read: ")
+    for unsound in ("{", "[]", '{"max_new_tokens": "many"}'):
+        (folder / "generation_config.json").write_text(unsound)
+        message = refusal(CheckpointError, folder, check="shapes")
+        assert message.startswith(f"{folder / 'generation_config.json'}: cannot be read: ")
 
 
 def assert_same_weights(found, expected):

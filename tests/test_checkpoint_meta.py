@@ -132,6 +132,18 @@ def test_each_rank_reads_it_without_a_conversion(tmp_path):
         torch.testing.assert_close(output, model(ids).logits, atol=1e-10, rtol=0)
 
 
+def test_files_of_transformers_come_before_metas_beside_them(tmp_path):
+    meta_checkpoint(tmp_path / "in", 1, axis=0)
+    convert(tmp_path / "in", tmp_path / "out", tp=1, check="shapes")
+    merge(tmp_path / "out", tmp_path / "both")
+    (tmp_path / "in" / "consolidated.00.pth").rename(tmp_path / "both" / "consolidated.00.pth")
+    told = convert(tmp_path / "both", tmp_path / "again", tp=2, check="shapes")
+    assert told.notes == () and told.left_out == ("consolidated.00.pth",)
+    merge(tmp_path / "again", tmp_path / "back")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("both", "back")]
+    assert weights[0] == weights[1]
+
+
 def test_what_is_assumed_is_said(tmp_path):
     at = tmp_path / "in"
     meta_checkpoint(at, 1, axis=0)

@@ -121,6 +121,8 @@ def test_refused_before_anything_is_written(tmp_path):
     assert message == f"{tmp_path}: is not empty (1 entry, 'file'); name a new folder"
     message = refusal(UsageError, lambda: save_pretrained(model, tmp_path / "out", largest_file=0))
     assert message == "largest_file is a number of bytes, not 0"
+    message = refusal(UsageError, lambda: save_pretrained(model.state_dict(), tmp_path / "out"))
+    assert message == "a model is an nn.Module, not OrderedDict"
     message = refusal(
         CheckpointError, lambda: save_pretrained(nn.Linear(2, 2, device="meta"), tmp_path / "out")
     )

@@ -67,7 +67,11 @@ def test_the_real_minilm():
         (None, "there is no config.json, so the architecture is not known"),
         ("{", "cannot build this model (model_type unknown)"),
         ('{"model_type": "no_such_model"}', "cannot build this model (model_type no_such_model)"),
-        ('{"model_type": "llama", "hidden_size": "wide"}', "cannot build this model (model_type llama)"),
+        (
+            '{"model_type": "llama", "hidden_size": "wide"}',
+            "cannot build this model (model_type llama): StrictDataclassFieldValidationError: Validation error "
+            "for field 'hidden_size': TypeError: ",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_said(tmp_path, config, message):

@@ -29,7 +29,7 @@ def other_format(source: Path, plan: Any, biases: Any) -> Pickled | Meta | PerRa
         from autotp.checkpoint import pickled
 
         found = pickled.Pickled(source) if pickled.holds_pickles(source) else None
-    elif any(source.glob("consolidated.*.pth")):
+    elif any(source.glob("consolidated.*.pth")) and not any(source.glob("model.safetensors*")):
         from autotp.checkpoint import meta
 
         found = meta.Meta(source) if meta.holds_meta(source) else None

@@ -132,7 +132,7 @@ def _take_generation_config(model: nn.Module, home: Path) -> None:
 
         try:
             settings = GenerationConfig.from_pretrained(home, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever its own code makes of the file
             reason = (str(error).splitlines() or [""])[0]
             raise CheckpointError(f"{home / 'generation_config.json'}: cannot be read: {reason}") from error
         model.generation_config = settings

@@ -19,11 +19,14 @@ __all__ = ["Output", "rank_folder", "rank_outputs"]
 def rank_outputs(layouts: Mapping[str, Shard], tp: int, ranks: Sequence[int] | None) -> list[Output]:
     """The outputs of all ranks, of which only `ranks` are written; None is all of them.
 
-    Raises UsageError for ranks that there are not.
+    Raises UsageError for ranks that there are not, and for what is no list of them.
     """
     chosen = range(tp) if ranks is None else ranks
-    if not chosen or not all(rank in range(tp) for rank in chosen):
-        raise UsageError(f"ranks are from 0 to {tp - 1} for tp={tp}, not {list(chosen)}")
+    listed = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+    if not listed or not chosen or not all(type(rank) is int and rank in range(tp) for rank in chosen):
+        raise UsageError(
+            f"ranks are from 0 to {tp - 1} for tp={tp}, not {list(chosen) if listed else repr(ranks)}"
+        )
     return [Output(rank_folder(Path(), rank, tp), layouts, rank, tp, rank in chosen) for rank in range(tp)]
 
 

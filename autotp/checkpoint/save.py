@@ -48,6 +48,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, largest_file: int =
     """
     from autotp.parts import group_and_cuts
 
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a model is an nn.Module, not {type(model).__name__}")
     target = Path(folder)
     group, layouts = group_and_cuts(model)
     slots = slots_of(model)
