@@ -84,8 +84,8 @@ def build(source: str | Path) -> nn.Module:
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} cannot build this model "
             f"(model_type {kind}): {type(error).__name__}: {reason}\n"
-            '  = help: correct it; where nothing is loaded, check="shapes" goes by the names and shapes of the '
-            "weights alone; a load takes a model of your own: model="
+            '  = help: correct it; without a load check="shapes" goes by the names and shapes of the weights '
+            "alone; a load takes a model of your own: model="
         ) from error
     assert isinstance(model, nn.Module)
     return model.eval()

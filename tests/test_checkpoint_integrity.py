@@ -111,7 +111,9 @@ def test_against_a_source_that_changed(shards):
 
 def test_rank_folders_that_are_missing(shards):
     shutil.rmtree(shards / "rank-1-of-2")
-    assert check_shards(shards).findings == (f"{shards}: 1 of 2 rank folders are missing: rank-1-of-2; copy them here",)
+    assert check_shards(shards).findings == (
+        f"{shards}: 1 of 2 rank folders are missing: rank-1-of-2; copy them here",
+    )
     (shards / "autotp.json").unlink()
     with pytest.raises(CheckpointError, match=r"out: holds no autotp\.json"):
         check_shards(shards)

@@ -9,7 +9,7 @@ import pytest
 from autotp.checkpoint import convert, merge
 from autotp.checkpoint.carry import carry
 from autotp.checkpoint.folder import open_folder
-from autotp.checkpoint.manifest import Manifest
+from autotp.checkpoint.manifest import PUT_BACK, Manifest
 from autotp.checkpoint.output import rank_folder, rank_outputs
 from autotp.checkpoint.ranks import AGAIN
 from autotp.checkpoint.supply import Whole
@@ -155,7 +155,10 @@ def test_a_shard_that_is_not_what_was_written(shards):
 def test_a_companion_that_changed_or_is_gone(shards):
     path = shards / "rank-0-of-2" / "config.json"
     path.write_text("{}")
-    assert refusal(shards) == f"{path}: is not what was written (its digest differs from autotp.json's)"
+    assert (
+        refusal(shards)
+        == f"{path}: is not what was written (its digest differs from autotp.json's); {PUT_BACK}"
+    )
     path.unlink()
     assert refusal(shards) == f"{path}: cannot be read: No such file or directory"
 
@@ -167,7 +170,9 @@ def test_twelve_ranks_are_counted_as_numbers(tmp_path):
     merge(tmp_path / "out", tmp_path / "back")
     assert tree(tmp_path / "back") == tree(source)
     (tmp_path / "out" / "rank-10-of-12").rename(tmp_path / "out" / "rank-12-of-12")
-    with pytest.raises(CheckpointError, match=r"out: 1 of 12 rank folders are missing: rank-10-of-12; copy them here$"):
+    with pytest.raises(
+        CheckpointError, match=r"out: 1 of 12 rank folders are missing: rank-10-of-12; copy them here$"
+    ):
         merge(tmp_path / "out", tmp_path / "again")
 
 
@@ -243,5 +248,5 @@ def test_every_ranks_copy_of_a_small_file_is_checked(tmp_path, digest):
         if digest == "xxh3"
         else "is not the one that rank 0 has"
     )
-    assert str(raised.value) == f"{tmp_path / 'out'}/rank-1-of-2/config.json: {why}"
+    assert str(raised.value) == f"{tmp_path / 'out'}/rank-1-of-2/config.json: {why}; {PUT_BACK}"
     assert not (tmp_path / "back").exists()

@@ -157,8 +157,11 @@ def test_what_does_not_fit_is_named(tmp_path):
     message = refusal(CheckpointError, lambda: load_optimizer(model, other, file))
     assert message == f"{file}: holds no group of the parameters fc1.weight"
     stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
-    message = refusal(UsageError, lambda: save_optimizer(model, stranger, file))
-    assert message == "the optimizer holds a parameter that is none of the model's"
+    for call in (save_optimizer, load_optimizer):
+        message = refusal(UsageError, lambda call=call: call(model, stranger, file))
+        assert message == "the optimizer holds a parameter that is none of the model's"
+        message = refusal(UsageError, lambda call=call: call(model, model, file))
+        assert message == "an optimizer is one of torch.optim, not MLP"
     odd = torch.optim.SGD([model.fc1.weight], lr=0.1)
     odd.state[model.fc1.weight]["factor"] = torch.zeros(33, 1)
     message = refusal(UsageError, lambda: save_optimizer(model, odd, file))
@@ -203,6 +206,11 @@ def test_what_no_file_can_hold_is_named(tmp_path):
         assert found == f"the optimizer's d of 'fc1.weight' is {message}"
     found = refusal(CheckpointError, lambda: save_optimizer(model, optimizer, tmp_path))
     assert found == f"{tmp_path}: is a folder; name a file in it"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found = refusal(CheckpointError, lambda: save_optimizer(model, optimizer, pipe))
+    assert found == f"{pipe}: exists and is not a regular file; name a new one"
+    pipe.unlink()
     assert file.read_bytes() == before and os.listdir(tmp_path) == [file.name]
     optimizer = torch.optim.SGD([model.fc1.weight], lr=0.1)
     groups = json.dumps([{"names": ["fc1.weight"]}])
@@ -210,6 +218,19 @@ def test_what_no_file_can_hold_is_named(tmp_path):
     (tmp_path / "odd").write_bytes(content)
     found = refusal(CheckpointError, lambda: load_optimizer(model, optimizer, tmp_path / "odd"))
     assert found == f"{tmp_path / 'odd'}: d of 'fc1.weight' is F4, which torch has no dtype for"
+
+
+def test_settings_stay_what_they_were(tmp_path):
+    """JSON has no tuples and no tensors: betas, and a learning rate of code that is compiled."""
+    model = mlp()
+    rate = lambda value: torch.tensor(value, dtype=torch.float64)  # noqa: E731
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate(0.01), betas=(0.8, 0.9))
+    train(model, optimizer, range(1))
+    save_optimizer(model, optimizer, tmp_path / "o.safetensors")
+    again = torch.optim.Adam(model.parameters(), lr=rate(5.0))
+    load_optimizer(model, again, tmp_path / "o.safetensors")
+    assert again.param_groups[0]["betas"] == (0.8, 0.9)
+    assert torch.equal(again.param_groups[0]["lr"], rate(0.01))
 
 
 def test_state_that_has_drifted_apart_is_not_saved(tmp_path):

@@ -71,3 +71,14 @@ def test_refused_before_anything_is_written(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "tp2"]
     told = reshard(tmp_path / "tp2", tmp_path / "tp3", tp=3, check="shapes", dry_run=True)
     assert told.dry_run and told.tp == 3 and not (tmp_path / "tp3").exists()
+
+
+def test_a_config_that_was_changed_is_told_before_the_plan_reads_it(tmp_path):
+    tensors, config = llama(heads=6, kv=6)
+    source = write_checkpoint(tmp_path / "in", tensors, config=config)
+    convert(source, tmp_path / "tp2", tp=2, check="shapes")
+    for rank in range(2):
+        (tmp_path / "tp2" / f"rank-{rank}-of-2" / "config.json").write_text("{}")
+    for dry_run in (True, False):
+        with pytest.raises(CheckpointError, match=r"rank-0-of-2/config.json: is not what was written"):
+            reshard(tmp_path / "tp2", tmp_path / "tp3", tp=3, check="shapes", dry_run=dry_run)

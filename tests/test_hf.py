@@ -69,8 +69,8 @@ def test_the_real_minilm():
         ('{"model_type": "no_such_model"}', "cannot build this model (model_type no_such_model)"),
         (
             '{"model_type": "llama", "hidden_size": "wide"}',
-            "cannot build this model (model_type llama): StrictDataclassFieldValidationError: Validation error "
-            "for field 'hidden_size': TypeError: ",
+            "cannot build this model (model_type llama): StrictDataclassFieldValidationError: Validation "
+            "error for field 'hidden_size': TypeError: ",
         ),
     ],
 )

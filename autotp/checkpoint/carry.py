@@ -18,7 +18,7 @@ import numpy as np
 from autotp.checkpoint.digest import digest_of, new_digest
 from autotp.checkpoint.folder import INDEX, LARGEST_JSON, MANIFEST
 from autotp.checkpoint.lanes import in_lanes
-from autotp.checkpoint.manifest import Digests, Manifest
+from autotp.checkpoint.manifest import PUT_BACK, Digests, Manifest
 from autotp.checkpoint.output import Output
 from autotp.checkpoint.read import CHUNK, Differs, Memory, Part, Source, open_to_read, read_exactly
 from autotp.checkpoint.staging import Staging
@@ -250,7 +250,7 @@ def _carry_companions(
         digests[name] = digest.hexdigest()
         if manifest.companions and manifest.companions[name] != digests[name]:
             raise CheckpointError(
-                f"{content!s}: is not what was written (its digest differs from {MANIFEST}'s)"
+                f"{content!s}: is not what was written (its digest differs from {MANIFEST}'s); {PUT_BACK}"
             )
     return digests
 

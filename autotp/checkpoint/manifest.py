@@ -42,7 +42,9 @@ from autotp.header import Header, parse_header, parse_json
 from autotp.placement import Shard
 from autotp.plan import Plan, as_plan
 
-__all__ = ["Digests", "Manifest", "load_manifest"]
+__all__ = ["PUT_BACK", "Digests", "Manifest", "load_manifest"]
+
+PUT_BACK = "put back what was there, or convert again"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Manifest:
             try:
                 path = regular_file(home, name)
                 if digest_of(path.read_bytes(), self.digest) != digest:
-                    yield f"{path}: is not what was written (its digest differs from {MANIFEST}'s)"
+                    says = f"is not what was written (its digest differs from {MANIFEST}'s)"
+                    yield f"{path}: {says}; {PUT_BACK}"
             except CheckpointError as error:
                 yield str(error)
 

@@ -12,13 +12,13 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from autotp.checkpoint.fit import DTYPES, NAMES
+from autotp.checkpoint.groups import checked_names, like, settings
 from autotp.checkpoint.read import CHUNK, Part, open_to_read, read_local
 from autotp.checkpoint.save import ALL_CALL, SLOWEST_SAVE, check_equal, full_tensors, whole_shape
 from autotp.checkpoint.together import together
@@ -48,15 +48,17 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
     path = Path(file)
     with together(group, timeout=ALL_CALL):
         named, cuts = _state(model, optimizer, layouts)
-        settings = json.dumps(_settings(model, optimizer))
+        groups = json.dumps(settings(model, optimizer))
         if group.rank == 0 and path.is_dir():
             raise CheckpointError(f"{path}: is a folder; name a file in it")
+        if group.rank == 0 and path.exists() and not path.is_file():  # a device would be replaced
+            raise CheckpointError(f"{path}: exists and is not a regular file; name a new one")
     shapes = {key: whole_shape(tensor, cuts.get(key), group) for key, tensor in named.items()}
     described = {
         key: (NAMES[tensor.dtype], shapes[key], torch.Size(shapes[key]).numel() * tensor.element_size())
         for key, tensor in named.items()
     }
-    raw, starts = encode_header(described, {"format": "pt", "groups": settings})
+    raw, starts = encode_header(described, {"format": "pt", "groups": groups})
     size = len(raw) + sum(nbytes for _, _, nbytes in described.values())
     aside = path.with_name(f".{path.name}.autotp-partial")
     try:
@@ -122,7 +124,10 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
             saved = None
         if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):
             raise CheckpointError(f"{file}: was not written by save_optimizer")
-        names, order = _names(model), [p for entry in optimizer.param_groups for p in entry["params"]]
+        names, order = (
+            checked_names(model, optimizer),
+            [p for g in optimizer.param_groups for p in g["params"]],
+        )
         groups, position = [], 0
         for current in optimizer.param_groups:
             mine = [names[id(parameter)] for parameter in current["params"]]
@@ -130,35 +135,21 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: str
             if found is None:
                 raise CheckpointError(f"{file}: holds no group of the parameters {_some(mine)}")
             kept = {key: value for key, value in current.items() if key not in found}
-            settings = {  # JSON has lists alone: AdamW's betas are a tuple again
-                key: tuple(value) if isinstance(current.get(key), tuple) else value
-                for key, value in found.items()
-                if key != "names"
-            }
+            told = {key: like(current.get(key), v) for key, v in found.items() if key != "names"}
             indices = list(range(position, position + len(mine)))
-            groups.append({**kept, **settings, "params": indices})
+            groups.append({**kept, **told, "params": indices})
             position += len(mine)
         state = _read(Path(file), header.tensors, [names[id(p)] for p in order], order, layouts, group)
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by its identity; of tied ones the first."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
-    return names
 
 
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Shard]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Shard]]:
     """Every tensor of the state as "parameter:key", and how the cut ones are cut."""
-    names, found, cuts = _names(model), dict[str, torch.Tensor](), dict[str, Shard]()
+    names, found, cuts = checked_names(model, optimizer), dict[str, torch.Tensor](), dict[str, Shard]()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise UsageError("the optimizer holds a parameter that is none of the model's")
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor | bool | int | float):
@@ -182,39 +173,6 @@ def _state(
                 if alike and name in layouts:
                     cuts[f"{name}:{key}"] = layouts[name]
     return found, cuts
-
-
-def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each group's settings and the names of its parameters, as JSON data."""
-    names, settings = _names(model), []
-    for group in optimizer.param_groups:
-        plain = {
-            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        odd = next((key for key, value in plain.items() if not _is_data(value)), None)
-        if odd is not None:
-            raise UsageError(
-                f"the optimizer's setting {odd!r} is {_kind(plain[odd])}: numbers, strings, None and lists "
-                "of them can be saved; take it out of the group"
-            )
-        settings.append({**plain, "names": [names[id(parameter)] for parameter in group["params"]]})
-    return settings
-
-
-def _is_data(value: Any) -> bool:
-    """Whether JSON gives a value back as it was."""
-    if isinstance(value, list | tuple):
-        return all(_is_data(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_data(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _kind(value: Any) -> str:
-    """What a value is, for a message."""
-    return f"a tensor of {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _read(

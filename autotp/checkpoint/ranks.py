@@ -12,7 +12,7 @@ import numpy as np
 
 from autotp.checkpoint.carry import part_digest
 from autotp.checkpoint.folder import MANIFEST, RANK_FOLDER, regular_file
-from autotp.checkpoint.manifest import Digests, Manifest
+from autotp.checkpoint.manifest import PUT_BACK, Digests, Manifest
 from autotp.checkpoint.output import Output, rank_folder
 from autotp.checkpoint.read import Block, Part, Source, open_to_read, spans, typed
 from autotp.checkpoint.supply import identity, refuse_changed
@@ -145,7 +145,7 @@ class Ranks:
                 raise CheckpointError(fault)
             for name in self.manifest.companions if self.manifest.digest == "none" else ():
                 if (output.home / name).read_bytes() != (self.outputs[0].home / name).read_bytes():
-                    _refuse(output.home / name, "is not the one that rank 0 has")
+                    _refuse(output.home / name, f"is not the one that rank 0 has; {PUT_BACK}")
 
     def damage(self, file: Header, entry: Entry, rank: int) -> CheckpointError:
         """The error for a rank's part that has not its digest."""

@@ -46,6 +46,7 @@ def reshard(
     source, target = Path(source), Path(target)
     manifest = load_manifest(source)
     supply = Ranks(source, manifest)
+    supply.check_companions()  # the plan reads config.json
     entries = [entry for file in manifest.files for entry in file.tensors.values()]
     home = rank_folder(source, 0, manifest.tp)
     if check == "layouts" and model is None:
@@ -61,7 +62,6 @@ def reshard(
     written = Written(target, tp, manifest.plan, "", proof, files, free_bytes(target), dry_run)
     if not dry_run:
         written.check_room()
-        supply.check_companions()
         kept = carry(supply, again, outputs, target, job="reshard", progress=progress)
         written = replace(written, kept=kept)
     return written

@@ -97,14 +97,20 @@ def in_checkpoint(
     if other is not None:
         load = other.load()
         tensors = other.folder.tensors()
-        return {
-            name: Stored(file.path, entry, entry.shape, load=lambda name=name: load(name))  # type: ignore[misc]
-            for name, (file, entry) in tensors.items()
-        }, dict(other.folder.config), getattr(other, "assumed", ())
+        return (
+            {
+                name: Stored(file.path, entry, entry.shape, load=lambda name=name: load(name))  # type: ignore[misc]
+                for name, (file, entry) in tensors.items()
+            },
+            dict(other.folder.config),
+            getattr(other, "assumed", ()),
+        )
     folder = open_folder(home)
-    return {
-        name: Stored(file.path, entry, entry.shape) for name, (file, entry) in folder.tensors().items()
-    }, dict(folder.config), ()
+    return (
+        {name: Stored(file.path, entry, entry.shape) for name, (file, entry) in folder.tensors().items()},
+        dict(folder.config),
+        (),
+    )
 
 
 def in_own_folder(folder: Path, manifest: Manifest, rank: int) -> dict[str, Stored]:
