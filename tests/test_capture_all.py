@@ -14,7 +14,7 @@ from torch import nn
 from autotp.trace.inputs import Samples
 from tests import capture_all
 
-SAMPLE = ("gpt_neo", "deepseek_v3", "jamba", "rwkv", "gemma3n_text", "xlnet", "ctrl", "recurrent_gemma")
+SAMPLE = ("gpt_neo", "deepseek_v3", "jamba", "rwkv", "gemma3n_text", "xlnet", "dbrx", "recurrent_gemma")
 
 
 @pytest.mark.slow
@@ -22,12 +22,6 @@ SAMPLE = ("gpt_neo", "deepseek_v3", "jamba", "rwkv", "gemma3n_text", "xlnet", "c
 def test_a_sample_is_traced(architecture):
     found = capture_all.outcome(architecture)
     assert (found["is"], found["route"], found["opaque"]) == ("traced", "recorder", []), found
-
-
-@pytest.mark.slow
-def test_experts_that_ask_for_values_are_opaque():
-    found = capture_all.outcome("dbrx")
-    assert found["is"] == "traced" and all(path.endswith("ffn.experts") for path in found["opaque"])
 
 
 def test_what_is_not_traced_is_said(tmp_path, capsys, monkeypatch):

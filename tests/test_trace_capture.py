@@ -88,10 +88,7 @@ class Picks(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
-        out = torch.zeros_like(x)
-        for row in x.sum(-1).nonzero():
-            out[row] += x[row] @ self.weight
-        return out
+        return x @ self.weight if x.sum() > 0 else x
 
 
 class Block(nn.Module):
@@ -143,14 +140,6 @@ def test_no_retry_where_nothing_would_be_left():
     with pytest.raises(TraceError) as caught:
         capture(nn.Sequential(nn.Linear(4, 4), Spine()), (X,), {})
     assert caught.value.module == "1"
-
-
-@pytest.mark.slow
-def test_experts_of_dbrx_are_opaque():
-    model = architectures.build("dbrx")
-    trace = capture(model, (), architectures.inputs(model))
-    assert trace.opaque == ("transformer.blocks.0.ffn.experts", "transformer.blocks.1.ffn.experts")
-    assert trace.calls["transformer.blocks.1.norm_attn_norm.attn.Wqkv"] == 1
 
 
 def minilm():

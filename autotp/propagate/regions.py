@@ -7,7 +7,7 @@ A layer of the plan has its mappings inside. A module whose raw parameters are c
 - what comes out as a partial sum is reduced at the border
 
 Both are found from a conflict, like reads. The border is that of the smallest module around the op that
-owns every cut tensor the shard comes from.
+owns every cut tensor the shard comes from, and reads one.
 """
 
 from __future__ import annotations
@@ -224,14 +224,26 @@ class _Finder:
         return border(self.trace, self.known, value, self.layouts.get(value, [INVARIANT])[0], self.node)
 
     def _owner(self, node: fx.Node, origins: frozenset[str]) -> Call | None:
-        """The smallest module around `node` that owns all the raw cut tensors of `origins`."""
+        """The smallest module around `node` that owns all the raw cut tensors of `origins`, and whose code
+        reads one: a module that is given its own weights by the one around it is a part of that one."""
         raw = origins & self.tensors
         if not raw:
             return None
-        for path, call in reversed(node.meta.get("stack", ())):
-            if all(name.startswith(f"{path}." if path else "") for name in raw):
-                return path, call
-        return None
+        owners = [
+            (path, call)
+            for path, call in reversed(node.meta.get("stack", ()))
+            if all(name.startswith(f"{path}." if path else "") for name in raw)
+        ]
+        if len(owners) < 2:
+            return owners[0] if owners else None
+        reads = {
+            around
+            for name in raw
+            for tensor in self.trace.graph.find_nodes(op="get_attr", target=name)
+            for reader in tensor.users
+            for around in reader.meta.get("stack", ())
+        }
+        return next((owner for owner in owners if owner in reads), owners[0])
 
     def _entering(self, value: fx.Node) -> Region | None:
         cut = [n for n in self.node.all_input_nodes if not is_whole(self.seen(n))]

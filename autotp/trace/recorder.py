@@ -46,6 +46,7 @@ from autotp.trace.source import outermost
 from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
 from autotp.trace.untouched import only_forward_is_new, untouched
 from autotp.trace.values import Known, val_of
+from autotp.trace.walked import rows_of
 
 _TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
@@ -254,6 +255,9 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.rand.default and math.prod(args[0]) == 1:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             return self.paused(lambda: torch.tensor(DRAWN, dtype=dtype).reshape(args[0]))
+        rows = rows_of(func, args, self.node)
+        if rows is not None:  # whose values are known, so that code may look at them
+            return self.paused(lambda: [torch.tensor(row, device=args[0].device) for row in rows])
         was, self.running = self.running, True
         try:
             return self._remembered.run(func, args, kwargs)
