@@ -70,6 +70,8 @@ class Analysis:
                      and the modules between
     - `forward`      a hash of the traced forwards, in which ranks must agree
     - `branches`     branches of functions that handle sharded values which no mode took: not proven
+    - `handed`       cut weights of layers that code around them reads and does nothing with, by that
+                     code's file and function: there it gets a stand-in
     - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
     - `given`        the calls of the model that were traced, and later proven; `samples` with what
     - `plan_name`    how users know the plan: its shipped name or file; "" where it came from code
@@ -96,6 +98,7 @@ class Analysis:
     uncopied: tuple[str, ...] = ()
     unreduced: tuple[str, ...] = ()
     forward: str = ""
+    handed: Mapping[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
     edits: str = ""
     code: Edits = field(default_factory=Edits)
     plan_name: str = ""

@@ -130,6 +130,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         uncopied=tuple(sorted(proof.uncopied)) if proven else (),
         unreduced=tuple(sorted(proof.unreduced)) if proven else (),
         forward=_digest(proof) if proven else "",
+        handed=dict(sorted(proof.handed.items())) if proven else {},
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,
         given=Proven(proof.given, proof.names, _written(proof)) if proven and proof.given else None,

@@ -14,6 +14,7 @@ from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.edits.edit import Edits
+from autotp.trace.handed import Reader
 
 __all__ = ["Proof"]
 
@@ -32,7 +33,8 @@ class Proof:
     their mappings runs in a call of each module, `unreduced` the row layers that leave their outputs partial,
     `branches` those of the code that handles sharded values which no mode took. `random_common` are modules
     inside of those in `random` that draw what all ranks share, `resting` those whose dropout on a shard has
-    the rate 0. `given` are the calls of the model that were traced, `names` those in the code that ran.
+    the rate 0. `given` are the calls of the model that were traced, `names` those in the code that ran,
+    `handed` the cut weights of layers that code around them reads without an op on them, and which code.
     """
 
     cuts: dict[str, Shard]
@@ -57,3 +59,4 @@ class Proof:
     unreduced: frozenset[str] = frozenset()
     given: frozenset[Traced] = frozenset()
     names: frozenset[str] = frozenset()
+    handed: dict[str, frozenset[Reader]] = field(default_factory=dict)

@@ -42,6 +42,7 @@ from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
 from autotp.trace.graph import Trace, TraceError
+from autotp.trace.handed import handed
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Captured, Mode, capture_modes
@@ -195,6 +196,7 @@ class _Prover:
                 code for code, _ in found.watched.ran if not code.co_filename.startswith("<")
             )
         layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
+        self.proof.handed = handed((trace for _, trace in found.traces), layers, self.first)
         raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}
         for path, region in self.proof.regions.items():
             if any(name.startswith(f"{path}." if path else "") for name in raw):

@@ -122,7 +122,15 @@ def apply(
                 adopted.add(id(module))
         if cut:
             _cut(model, analysis.layouts, group.rank)
-        specialise(model, analysis.reads, analysis.regions, analysis.inventory.aliases, group, analysis.code)
+        specialise(
+            model,
+            analysis.reads,
+            analysis.regions,
+            analysis.inventory.aliases,
+            group,
+            analysis.code,
+            analysis.handed,
+        )
         for path in analysis.random:
             use_rank_stream(model.get_submodule(path), group, always=path in analysis.random_in_eval)
         for path in analysis.random_common:

@@ -10,6 +10,7 @@ class keeps its name, `isinstance` holds, deepcopy and pickle make it anew.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,9 @@ from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.edits.bind import methods
 from autotp.rewrite.edits.edit import Edits
+from autotp.rewrite.withheld import withheld
 from autotp.trace.graph import called, named_place, numbers_in, parameters_of, tensors_in
+from autotp.trace.handed import Reader, reader_of
 from autotp.trace.signature import signature
 
 __all__ = ["specialise"]
@@ -36,7 +39,8 @@ _KEY = "_autotp_own"
 @dataclass
 class _Own:
     """What an instance does by itself: how it reads its tensors, by local name, its border (with the names of
-    its forward's parameters, and which of them are copied), its edits."""
+    its forward's parameters, and which of them are copied), its edits, and
+    which of its weights is `handed` to code that does nothing with it, by the readers of each."""
 
     group: Group
     reads: dict[str, Read] = field(default_factory=dict)
@@ -44,6 +48,8 @@ class _Own:
     parameters: tuple[tuple[str, Any], ...] = ()
     copied: frozenset[str] = frozenset()
     edits: Edits = field(default_factory=Edits)
+    handed: dict[str, frozenset[Reader]] = field(default_factory=dict)
+    path: str = ""
 
 
 def specialise(
@@ -53,9 +59,10 @@ def specialise(
     aliases: Mapping[str, str],
     group: Group,
     edits: Edits,
+    handed: Mapping[str, frozenset[Reader]],
 ) -> None:
     """Let every owner of a tensor that is named in `reads` read it mapped, each region map its border, and
-    each module run its `edits`.
+    each module run its `edits`. What is `handed` to readers is withheld from them.
 
     Raises NoSource when a text that is to be edited is no longer what it was.
     """
@@ -71,6 +78,9 @@ def specialise(
             read = wanted.get(aliases.get(name, name))
             if read is not None:
                 found.setdefault(path, _Own(group)).reads[key] = read
+            elif name in handed:
+                own = found.setdefault(path, _Own(group))
+                own.handed[key], own.path = handed[name], name.rpartition(".")[0]
     for path in edits.modules():
         found.setdefault(path, _Own(group)).edits = edits.of(path)
     made = {path: _subclass(*_described(type(model.get_submodule(path)), own)) for path, own in found.items()}
@@ -80,7 +90,7 @@ def specialise(
         module.__dict__[_KEY] = own
 
 
-_Described = tuple[type[nn.Module], tuple[str, ...], bool, Edits, int, Group | None]
+_Described = tuple[type[nn.Module], tuple[str, ...], tuple[str, ...], bool, Edits, int, Group | None]
 _MADE: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
@@ -88,21 +98,40 @@ def _described(base: type[nn.Module], own: _Own) -> _Described:
     """What decides the class of an instance."""
     rank = own.group.rank if own.edits else 0  # edits hold the rank's own numbers
     group = own.group if own.edits.mapped() else None
-    return base, tuple(sorted(own.reads)), own.region is not None, own.edits, rank, group
+    return (
+        base,
+        tuple(sorted(own.reads)),
+        tuple(sorted(own.handed)),
+        own.region is not None,
+        own.edits,
+        rank,
+        group,
+    )
 
 
 def _subclass(
     base: type[nn.Module],
     names: tuple[str, ...],
+    handed: tuple[str, ...],
     border: bool,
     edits: Edits,
     rank: int,
     group: Group | None,
 ) -> type[nn.Module]:
-    """The subclass of `base` in which `names` are read mapped; one for all instances."""
-    key = (base, names, border, edits, edits.functions(), rank, id(group))  # the class keeps its group
+    """The subclass of `base` in which `names` are read mapped, `handed` withheld; one for all instances."""
+    key = (
+        base,
+        names,
+        handed,
+        border,
+        edits,
+        edits.functions(),
+        rank,
+        id(group),
+    )  # the class keeps its group
     if key not in _MADE:
         body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+        body |= {name: property(_withholder(name)) for name in handed}
         body |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         body["__reduce_ex__"] = _reduce
         body |= methods(base, edits, rank, group=group)
@@ -139,6 +168,19 @@ def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
             return mappings.copy_shared(tensor, own.group, shard=how.held)
         value = mappings.copy(tensor, own.group) if how.copied else tensor
         return mappings.slice(value, own.group, shard=how.shard) if how.shard is not None else value
+
+    return read
+
+
+def _withholder(name: str) -> Callable[[nn.Module], Tensor | None]:
+    def read(module: nn.Module) -> Tensor | None:
+        tensor = module._parameters.get(name)
+        if tensor is None or torch.compiler.is_compiling():
+            return tensor
+        own: _Own = module.__dict__[_KEY]
+        if reader_of(sys._getframe(1).f_code) in own.handed[name]:
+            return withheld(tensor, f"{own.path}.{name}")
+        return tensor
 
     return read
 

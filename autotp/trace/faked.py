@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autotp.trace.graph import tensors_in
+from autotp.trace.handed import Noting, Reader
 from autotp.trace.hooks import Fakes
 
 __all__ = ["Faked", "faked"]
@@ -19,7 +20,8 @@ __all__ = ["Faked", "faked"]
 
 @dataclass
 class Faked:
-    """A module on fake tensors: `attributes` are those of each module, by its id."""
+    """A module on fake tensors: `attributes` are those of each module, by its id, `handed` the parameters
+    that code reads off a module that is not its own."""
 
     fakes: Fakes
     names: dict[int, tuple[str, str]]  # id(fake) -> (name, origin)
@@ -27,6 +29,7 @@ class Faked:
     attributes: dict[int, dict[str, Any]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    handed: dict[str, set[Reader]]
 
 
 @contextlib.contextmanager
@@ -44,6 +47,7 @@ def faked(
     fakes = Fakes()
     names: dict[int, tuple[str, str]] = {}
     made: dict[int, torch.Tensor] = {}
+    handed: dict[str, set[Reader]] = {}
 
     def owned(tensor: torch.Tensor, name: str, origin: str) -> torch.Tensor:
         if id(tensor) not in made:
@@ -63,6 +67,8 @@ def faked(
             for key, tensor in list(table.items()):
                 if tensor is not None:
                     table[key] = owned(tensor, f"{path}.{key}" if path else key, origin)
+        if owner._parameters:
+            owner.__dict__["_parameters"] = Noting(owner._parameters, owner, path, handed)
         for key, value in list(owner.__dict__.items()):
             if isinstance(value, torch.Tensor):
                 name = f"{path}.{key}" if path else key
@@ -82,7 +88,7 @@ def faked(
     # What holds the inputs is copied: a cache object of the caller must not be filled with fakes.
     new_args, new_kwargs = copy.deepcopy((tuple(args), dict(kwargs)), _Memo(made))
     attributes = {id(m): dict(vars(m)) for m in module.modules()}
-    yield Faked(fakes, names, holders, attributes, new_args, new_kwargs)
+    yield Faked(fakes, names, holders, attributes, new_args, new_kwargs, handed)
 
 
 class _Memo(dict[int, Any]):

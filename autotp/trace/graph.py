@@ -116,7 +116,8 @@ class Trace:
     how often each module ran in the (last) forward, `stored` what tensors the forward left on attributes of
     modules, `opaque` the modules that were not looked into, `route` how the trace was made: "recorder" or
     "export". `repeats` are the layers whose ops are left out, since another layer's say the same; what they
-    give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares.
+    give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares,
+    `handed` the parameters that code reads off a module that is not its own, and which code does (`handed.py`).
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -133,6 +134,7 @@ class Trace:
     route: str = "recorder"
     repeats: list[Repeat] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
+    handed: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
     def ops(self) -> list[fx.Node]:
         """The recorded op calls, in order."""

@@ -159,6 +159,8 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                     traces[known].given.setdefault(path, []).extend(calls)
                 new = [one for one in trace.compared if one not in traces[known].compared]
                 traces[known].compared += new
+                for name, readers in trace.handed.items():
+                    traces[known].handed.setdefault(name, set()).update(readers)
             else:
                 traces[mode.name] = trace
                 result.traces.append((mode, trace))

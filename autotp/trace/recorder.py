@@ -165,6 +165,7 @@ def _record(
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(hooks.flags(*flags))
             recorder.watch(before, after, opaque)
+            recorder.trace.handed = fakes.handed
             recorder.place(fakes.args, fakes.kwargs)
             stack.enter_context(functions(recorder))
             stack.enter_context(step_by_step(module))

@@ -1,9 +1,9 @@
 """Loops over what values decide: `for expert in hit.nonzero()` is recorded for the first few rows.
 
-A recording knows no values, so it does not know how many rows `nonzero` gives. A loop over them runs the same
-code for each: three show what the first one does to what it meets, and what each later one does to what the one
-before it left. The last element is left out where there are others: the experts of transformers count one class
-more than there are, that of tokens which go to none.
+A recording knows no values, so it does not know how many rows `nonzero` gives. A loop over them runs the
+same code for each: three show what the first one does to what it meets, and what each later one does to what
+the one before it left. The last element is left out where there are others: the experts of transformers
+count one class more than there are, that of tokens which go to none.
 """
 
 from __future__ import annotations
