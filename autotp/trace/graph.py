@@ -117,7 +117,7 @@ class Trace:
     modules, `opaque` the modules that were not looked into, `route` how the trace was made: "recorder" or
     "export". `repeats` are the layers whose ops are left out, since another layer's say the same; what they
     give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares,
-    `handed` the parameters that code reads off a module that is not its own, and which code does (`handed.py`).
+    `handed` the parameters that code reads off a module that is not its own, and which code (`handed.py`).
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
