@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers, each expert cut inside: what runs them, what chooses them, few tokens."""
+"""Mixtures of experts of transformers: what runs them, what chooses them, experts without tokens."""
 
 from __future__ import annotations
 
