@@ -296,7 +296,7 @@ class _Prover:
         proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
         proof.copied |= whole.copied.keys() | whole.repeated.keys()
         proof.uncopied |= whole.uncopied
-        proof.mapped |= counted(whole.mapped)
+        proof.mapped |= counted([*whole.mapped.items(), *((node, ("copy",)) for node, _ in whole.copied_in)])
         read = {path: tuple(node.name for node in inputs) for path, inputs in whole.copied.items()}
         for path, names in (read | whole.repeated).items():
             self.inputs.setdefault(path, {})[mode] = names

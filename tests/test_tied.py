@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-import autotp
 from autotp.diagnostic import render
 from autotp.match import match
 from autotp.placement import Shard, deal
 from autotp.plan import Plan, as_plan
 from tests.inventories import GATHERED, clean, linear, model, module, only
-from tests.whole import IDS, FunctionalHead
 
 TIED = {"head.weight": "emb.weight"}
 
@@ -118,13 +116,3 @@ def test_a_tied_name_that_two_patterns_dispute_is_told_once() -> None:
     inventory = model(EMBEDDING, head, aliases={"a.out.head.weight": "emb.weight"})
     plan = {"emb": "vocab", "out.head": "row", "a.*.head": GATHERED}
     assert [d.code for d in match(as_plan(plan), inventory, 2).diagnostics] == ["AT208"]
-
-
-def test_a_head_that_is_no_layer_is_told_how_to_be_one() -> None:
-    """`tests.whole.TiedLanguageModel` is such a model, and exact."""
-    (found,) = autotp.analyze(FunctionalHead(), {"embed": "vocab"}, tp=2, inputs=IDS).diagnostics
-    assert found.code == "AT312" and found.help == (
-        "leave embed whole, or call the layer itself",
-        "a head that shares its weight may be a layer: in __init__ `self.head = nn.Linear(…, bias=False); "
-        "self.head.weight = self.embed.weight`, with the rule `head: {style: column, gather_output: true}`",
-    )

@@ -13,6 +13,7 @@ from autotp.derive.assignment import Assignment, Board
 from autotp.derive.fused import heads_seen
 from autotp.placement import Shard
 from autotp.propagate.engine import Walk, propagate
+from autotp.propagate.heads import GATHER
 from autotp.propagate.ops import op_name
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.sparse import sparse
@@ -100,7 +101,8 @@ class Trials:
                 aliases=self.board.first, kinds=self.kinds, reads=reads, regions=regions, engine=walk,
             )  # fmt: skip
             finding = found.findings[0] if found.findings else None
-            moved, statistics = 0 if finding else _moved(found), norms or bool(found.mapped)
+            moved = 0 if finding else _moved(found)
+            statistics = norms or any(how != GATHER for how in found.mapped.values())
             outcomes.append(Outcome(found, finding, moved=moved, statistics=statistics))
             if finding is not None:
                 break

@@ -205,6 +205,8 @@ class _Walk:
         layout = self._layout(value)
         if (reader, value) in self.whole.shared:
             return [Mapped("share", "before", self._called(value))], "added to parts of a sum"
+        if (reader, value) in self.whole.copied_in:
+            return [Mapped("copy", "before", self._called(value))], "read by a head"
         if layout == INVARIANT and self._seen(value, reader) == REPLICATE:
             of = self._called(value)
             return [Mapped("copy", "before", of)], BORDER

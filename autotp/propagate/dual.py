@@ -20,6 +20,7 @@ from autotp.propagate.arguments import Local, expected, local_shape
 from autotp.propagate.call import Conflict
 from autotp.propagate.compared import compared_otherwise
 from autotp.propagate.findings import finding_in, origins_of
+from autotp.propagate.heads import GATHER, HELP
 from autotp.propagate.mapped import MARK, stripped
 from autotp.propagate.ops import arguments_of, op_name, silent, spoken
 from autotp.propagate.propagation import Finding, Propagation
@@ -127,7 +128,7 @@ class _Comparison:
 
     def _marked(self, mark: fx.Node) -> Finding | None:
         """A mapping in the edited code: it must be one that the layouts ask for, of the right values."""
-        value, others, step = mark.args
+        value, others, step, *_ = mark.args
         assert isinstance(value, fx.Node) and isinstance(others, (list, tuple))
         source = self._id(value)
         if step == "share":
@@ -135,11 +136,14 @@ class _Comparison:
                 return self._mapping(mark, "share stands around a value that is not shared there")
             self.ids[mark] = (step, source)
             return None
+        if step == "copy" and source in (self._seen(n) for _, n in self.whole.copied_in):
+            self.ids[mark] = (step, source)
+            return None
         made = self.made.get(stripped(source))
         asked = self.whole.mapped.get(made, ()) if made is not None else ()
         operands = [self._id(n) for n in others if isinstance(n, fx.Node)]
         if made is None or step not in asked:
-            if step == "copy" and made is not None and asked and not _grad(made):
+            if step == "copy" and not _grad(value):
                 self.ids[mark] = source  # without a gradient a copy is the value itself
                 return None
             return self._mapping(mark, f"{step} stands around a value that is not mapped there")
@@ -161,6 +165,8 @@ class _Comparison:
     def _given(self, reader: fx.Node, node: fx.Node) -> Any:
         """A value as one of its readers must be given it."""
         found = self._seen(node)
+        if (reader, node) in self.whole.copied_in:
+            return ("copy", found)
         return ("share", found) if (reader, node) in self.whole.shared else found
 
     def _silent(self, wanted: fx.Node) -> bool:
@@ -314,7 +320,7 @@ class _Comparison:
             here = theirs.get(name)
             if has_node(ours.get(name)) or has_node(here):
                 if self._places(ours.get(name), given) != self._places(here, self._id):
-                    lacking = self._unmapped(ours.get(name))
+                    lacking = self._unmapped(ours.get(name)) or self._uncopied(wanted, ours.get(name))
                     if lacking is not None:
                         return lacking
                     return self._finding(
@@ -351,11 +357,25 @@ class _Comparison:
         value = next((v for v in values if isinstance(v, fx.Node) and v in self.whole.mapped), None)
         if value is None:
             return None
+        if self.whole.mapped[value] == GATHER:
+            return self._head(value)
         source = next(iter(value.all_input_nodes))
         layout = self.whole.layouts[source][0]
         note = f"{spoken(source)} {list(source.meta['val'].shape)} {describe(layout)}"
         message = f"{op_name(value)} over a dim that is sharded: each rank has only its part"
         return self._finding(value, "AT303", message, note)
+
+    def _uncopied(self, reader: fx.Node, argument: Any) -> Finding | None:
+        """A head that is not given a copy yet."""
+        values = argument if isinstance(argument, (list, tuple)) else [argument]
+        lacking = any((reader, v) in self.whole.copied_in for v in values if isinstance(v, fx.Node))
+        return self._head(reader) if lacking else None
+
+    def _head(self, node: fx.Node) -> Finding:
+        message = (
+            f"{op_name(node)} with a table that is sharded by words: each rank has the logits of its own"
+        )
+        return self._finding(node, "AT303", message, help=HELP)
 
 
 def _grad(node: fx.Node) -> bool:

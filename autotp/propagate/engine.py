@@ -20,6 +20,7 @@ from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Joint, Layout, Shard
 from autotp.propagate.call import Call, Conflict, Value, needs_copy
 from autotp.propagate.ends import gradients, outputs
 from autotp.propagate.flexible import Grant, grantable
+from autotp.propagate.heads import GATHER, CopiedIn, gathers, reads_table
 from autotp.propagate.joint import joint
 from autotp.propagate.mapped import Mapped, after, mapped_statistic
 from autotp.propagate.merged import Sum
@@ -68,15 +69,16 @@ def propagate(
     sums = sums or {}
     mapped: dict[fx.Node, tuple[str, ...]] = dict.fromkeys(sums, ("reduce",))
     around_them: dict[str, Region] = {}  # places that are given what a region around them has copied
+    copies: set[tuple[fx.Node, fx.Node]] = set()
     shared = frozenset(pair for one in sums.values() for pair in one.shared)
     dropouts = frozenset(node for one in sums.values() for node in one.dropouts)
     while True:
         start = Propagation(
             trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts),
-            dict(mapped), unreduced, shared, dropouts,
+            dict(mapped), unreduced, shared, dropouts, frozenset(copies),
         )  # fmt: skip
         result = (engine or Engine)(start, kinds).run()
-        before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped))
+        before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped), set(copies))
         for wanted in result.wanted:
             if isinstance(wanted, Unshared):
                 if wanted.name not in reads:  # no other mode needs it so
@@ -89,12 +91,14 @@ def propagate(
                 grants.setdefault(wanted.node, wanted.layout)
             elif isinstance(wanted, Part):
                 parts.setdefault((wanted.reader, wanted.value), wanted.shard)
+            elif isinstance(wanted, CopiedIn):
+                copies.add((wanted.reader, wanted.value))
             elif isinstance(wanted, Mapped):
                 mapped[wanted.node] = max(wanted.how, mapped.get(wanted.node, ()), key=len)
             else:
                 grown = around.get(wanted.path, wanted) | wanted
                 around[wanted.path] = grown - around_them.get(wanted.path, Region(wanted.path))
-        if (known, around, grants, parts, mapped) == before:
+        if (known, around, grants, parts, mapped, copies) == before:
             twice = copied_around(trace, around, result.layouts, regions)
             if not twice:
                 return result
@@ -227,22 +231,15 @@ class Engine:
         foreign = [
             v for v in call.values if v.node.op == "get_attr" and v.node.meta["name"] in self.layers.owners
         ]
-        if foreign:
+        if any(not self.layers.tables.issuperset(v.origins) or not reads_table(call) for v in foreign):
             owner = self.layers.owners[foreign[0].node.meta["name"]][0]
-            remedies = [f"leave {owner.path} whole, or call the layer itself"]
-            if owner.style == "vocab":
-                remedies.append(
-                    "a head that shares its weight may be a layer: in __init__ `self.head = nn.Linear(…, "
-                    f"bias=False); self.head.weight = self.{owner.path}.weight`, with the rule "
-                    "`head: {style: column, gather_output: true}`"
-                )
             raise Conflict(
                 "AT312",
                 f"{foreign[0].name} is sharded by its layer {owner.path}, and is used outside of that "
                 "layer's own forward",
                 blame=(foreign[0],),
                 notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
-                help=tuple(remedies),
+                help=(f"leave {owner.path} whole, or call the layer itself",),
             )
         self._traced_backward(call)
         how = self.result.mapped.get(node)
@@ -251,6 +248,9 @@ class Engine:
         self._random(call, layouts[0])
         for alias in written(self.result, call, layouts[0], self._seen):
             self._set(alias, [layouts[0]], self.origins[alias])
+        if how is None and gathers(call, layouts[0], self.layers.tables):
+            how = self.result.mapped[node] = GATHER
+            self.result.wanted.append(Mapped(node, how))
         if how is not None:
             return after(layouts, how), layouts
         return ([INVARIANT] if self.layers.gathered(node) else layouts), layouts
@@ -344,6 +344,8 @@ class Engine:
         layout = border(self.result.trace, self.result.regions, node, layout, reader)
         if reader is None or not is_whole(layout):
             return layout
+        if layout == INVARIANT and (reader, node) in self.result.copied_in:
+            return REPLICATE
         if layout == REPLICATE and node in reader.meta.get("grads", ()):
             return layout
         return self.layers.scattered(node, reader) or layout

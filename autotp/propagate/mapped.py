@@ -14,7 +14,7 @@ reads; nothing but statistics is ever summed this way, since a plan says itself 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 STATISTICS = ("mean", "var", "std")  # of which the ranks' own say nothing about all
-STEPS = (*STATISTICS, "reduce", "copy")
+STEPS = (*STATISTICS, "reduce", "copy", "gather")
 MARK = "autotp::mapped"  # a step in the trace of an edited model
 _SUMS = ("sum", "mean")
 _RUNS = {"mean": ("reduce",), **dict.fromkeys(("var", "std"), ("reduce", "copy", "reduce"))}
@@ -84,6 +84,8 @@ def after(layouts: list[Layout], how: tuple[str, ...]) -> list[Layout]:
             layouts = [INVARIANT]
         elif mapping == "copy":
             layouts = [REPLICATE]
+        elif mapping == "gather":
+            layouts = [INVARIANT]
     return layouts
 
 
@@ -155,11 +157,11 @@ def copies_of(
     return list(found) if any(isinstance(one, Mapped) for one in found) else []
 
 
-def counted(mapped: Mapping[fx.Node, tuple[str, ...]]) -> Counter[tuple[str, str]]:
+def counted(mapped: Iterable[tuple[fx.Node, tuple[str, ...]]]) -> Counter[tuple[str, str]]:
     """How often each mapping runs in a call of each module: (module, mapping) -> runs."""
     found: Counter[tuple[str, str]] = Counter()
     calls: dict[str, set[object]] = {}
-    for node, how in mapped.items():
+    for node, how in mapped:
         module = node.meta["module"]
         calls.setdefault(module, set()).add(
             next((c for c in reversed(node.meta["stack"]) if c[0] == module), None)

@@ -33,6 +33,7 @@ class PlannedLayers:
             for name in map(self.canonical, placed.layouts):
                 if name in result.cuts:
                     self.owners.setdefault(name, []).append(placed)
+        self.tables = frozenset(p.path for p in self.placed.values() if p.style == "vocab")
 
     def layer(self, call: Call) -> tuple[list[Layout], list[Layout]] | None:
         """What a layer of the plan gives, for its readers and by itself; None for any other call."""

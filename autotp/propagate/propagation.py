@@ -12,6 +12,7 @@ from autotp.match import Matches
 from autotp.placement import Layout, Shard
 from autotp.propagate.call import Conflict
 from autotp.propagate.flexible import Grant
+from autotp.propagate.heads import CopiedIn
 from autotp.propagate.mapped import Mapped
 from autotp.propagate.operands import Part
 from autotp.propagate.reads import Read, Unshared
@@ -41,7 +42,8 @@ class Propagation:
     `reads` are the whole tensors that are transformed where they are read, `wanted` further ones that would
     resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
     values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
-    a rank's part, `mapped` the statistics and sums that go through mappings, `unreduced` the row layers that
+    a rank's part, `copied_in` (reader, value) those that it is given as a copy, `mapped` the statistics, sums
+    and logits that go through mappings, `unreduced` the row layers that
     leave their outputs partial, `shared` (reader, value) the whole values that are added to these, `dropouts`
     those of them that are dropped out alike on every rank. `random` and `random_whole` are the
     modules that draw random numbers on a shard and on whole values, `resting` those of
@@ -63,7 +65,8 @@ class Propagation:
     unreduced: frozenset[str] = frozenset()
     shared: frozenset[tuple[fx.Node, fx.Node]] = frozenset()
     dropouts: frozenset[fx.Node] = frozenset()
-    wanted: list[Read | Unshared | Grant | Part | Mapped | Region] = field(default_factory=list)
+    copied_in: frozenset[tuple[fx.Node, fx.Node]] = frozenset()
+    wanted: list[Read | Unshared | Grant | Part | CopiedIn | Mapped | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)

@@ -13,6 +13,7 @@ from torch import fx
 from autotp.placement import Layout, Partial, is_whole
 from autotp.propagate.call import Call, Conflict
 from autotp.propagate.flexible import Grant
+from autotp.propagate.heads import CopiedIn, copied_in
 from autotp.propagate.mapped import Mapped, copies_of, sums_of
 from autotp.propagate.operands import Part, parts_for
 from autotp.propagate.ops import draws
@@ -23,7 +24,7 @@ from autotp.propagate.regions import Region, regions_around, regions_for
 
 __all__ = ["Remedies", "Remedy"]
 
-Remedy = Read | Unshared | Grant | Part | Mapped | Region
+Remedy = Read | Unshared | Grant | Part | CopiedIn | Mapped | Region
 _READABLE = ("AT305", "AT306")  # a whole value meets a shard
 _LEAVING = ("AT310", "AT311", "AT314")  # a partial sum is used
 
@@ -46,6 +47,8 @@ class Remedies:
         """The remedies of a conflict at an op."""
         code = conflict.code
         found: list[Remedy] = []
+        if code in _READABLE and node.op != "output":
+            found += copied_in(self.bind(node), conflict, self.layers.tables)
         if code == "AT310":
             found += self._unshared(node) or self._solved(node, sums=True)
         if not found and code in ("AT305", *_LEAVING):

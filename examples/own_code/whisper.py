@@ -81,6 +81,7 @@ class Whisper(nn.Module):
 def plan(heads: int) -> dict[str, object]:
     by_head = {"style": "column", "heads": heads}
     return {
+        "decoder.token_embedding": "vocab",
         "query": by_head,
         "key": by_head,
         "value": by_head,

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pickle import PicklingError, UnpicklingError
 from types import FunctionType
 
-from autotp.placement import Deal
+from autotp.placement import Deal, Shard
 from autotp.rewrite.edits.compile import found_again
 
 __all__ = [
@@ -127,13 +127,16 @@ class Mapped:
 
     `size` is the number of elements that a statistic is taken over, with the ranks'; a variance is computed
     from the value of the text `operand`, `along` a dim: (dim, keepdim, what is taken off that number). Of
-    `a += b` the `operand` is a, which is mapped after it.
+    `a += b` the `operand` is a, which is mapped after it. What is gathered has `size` elements on `dim`
+    (from the end), cut as `shard`.
     """
 
     how: tuple[str, ...]
     size: Size | None = None
     along: tuple[int, bool, float] | None = None
     operand: str = ""
+    dim: int = 0
+    shard: Shard | None = None
 
 
 @dataclass(frozen=True)

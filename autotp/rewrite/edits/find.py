@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from autotp.placement import Shard
+from autotp.propagate.heads import GATHER
 from autotp.propagate.mapped import STATISTICS, divisor
 from autotp.propagate.propagation import Propagation
 from autotp.rewrite.edits.edit import Axes, Items, Local, Mapped, Size, Whole, Wrapper
@@ -170,15 +171,18 @@ def _bound(wrong: Wrong, site: Site, node: ast.Subscript) -> tuple[ast.expr, Non
 
 
 def find_operand(
-    tensor: object, sites: Sequence[tuple[int, Site]], in_method: Callable[[int], bool]
+    tensor: object, sites: Sequence[tuple[int, Site]], in_method: Callable[[int], bool], place: int, of: int
 ) -> tuple[int, Site, ast.expr] | None:
     """The expression that gives this tensor to the call, as far out as it is handed on, up to a method of a
-    module: which helper computes inside may be chosen anew when the model runs."""
+    module: which helper computes inside may be chosen anew when the model runs. It is in one `place` of all
+    tensors that the op is given."""
     found: tuple[int, Site, ast.expr] | None = None
     for level, site in sites:
         worth = [(e, site.value(e)) for e in _operands(site.node)]
         # What cannot be evaluated again, a call, may be it: the dual trace shows whether it is.
         same = [e for e, value in worth if value is tensor] or [e for e, v in worth if v is NOTHING]
+        if found is None and len(same) == of:  # each is a call: by its place
+            same = same[place : place + 1]
         if len(same) != 1:
             return found
         found = level, site, same[0]
@@ -206,6 +210,13 @@ def mapped_at(site: Site, level: int, whole: Propagation, node: fx.Node, operand
     if not isinstance(site.node, ast.expr):
         return None
     how, source = whole.mapped[node], node.all_input_nodes[0]
+    if how == GATHER:
+        made, shape = whole.computed[node][0], node.meta["val"].shape
+        assert isinstance(made, Shard)
+        parts = tuple(made.local_size(shape[made.dim], rank) for rank in range(made.tp))
+        back = made.dim - len(shape)
+        cut = Mapped(how, Size(shape[made.dim], parts), dim=back, shard=made.at(0))
+        return Found(level, site, site.node, cut)
     if how[0] not in STATISTICS:
         return Found(level, site, site.node, Mapped(how))
     shard, shape = whole.layouts[source][0], source.meta["val"].shape

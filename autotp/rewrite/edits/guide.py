@@ -21,6 +21,7 @@ from autotp.placement import Joint, Shard
 from autotp.propagate.alike import plain
 from autotp.propagate.arguments import expected
 from autotp.propagate.dual import local_call
+from autotp.propagate.heads import GATHER
 from autotp.propagate.mapped import MARK
 from autotp.propagate.ops import SILENT, arguments_of, name_of, named_arguments, op_name, silent
 from autotp.propagate.propagation import Propagation
@@ -45,6 +46,10 @@ from autotp.trace.source import is_editable
 __all__ = ["Guide", "Missing"]
 
 
+class _Gathered(Exception):
+    """What follows is another size: the run ends, and the next one has the edit."""
+
+
 @dataclass(frozen=True)
 class Missing:
     """A wrong number for which there is no edit, and why."""
@@ -55,12 +60,13 @@ class Missing:
 
 @dataclass
 class Guide:
-    """The hook of one rank's recording. `edits` is what it found, `missing` what it found no edit for,
-    `finished` whether the run came to its end."""
+    """The hook of one rank's recording, with the edits in `bound`. `edits` is what it found, `missing`
+    what it found no edit for, `finished` whether the run came to its end."""
 
     root: nn.Module
     whole: Propagation
     rank: int
+    bound: tuple[Edit, ...] = ()
     edits: list[Edit] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     finished: bool = False
@@ -68,7 +74,7 @@ class Guide:
     def __post_init__(self) -> None:
         self._ops = self.whole.trace.ops()
         self._next = 0
-        self._lost = False
+        self._lost = self._gathers = False
         self._paths: dict[int, str] = {}
         for path, module in self.root.named_modules():
             self._paths.setdefault(id(module), path)
@@ -89,6 +95,8 @@ class Guide:
         if wanted in self.whole.mapped:
             self._mapped(wanted, given)
         self._shared(wanted, given)
+        if self._gathers:
+            raise _Gathered
         mine = local_call(self.whole, wanted, self.rank)
         changed: dict[str, Any] = {}
         for name, whole in arguments_of(wanted).items():
@@ -153,7 +161,7 @@ class Guide:
             return here  # an edit gives the part already
         assert shard.deal is not None
         how = Part(shard.dim, whole.meta["val"].shape[shard.dim] // shard.groups, shard.deal)
-        self._operand(node, here, how, sys._getframe(2))
+        self._operand(node, whole, here, how, sys._getframe(2))
         return in_place_of(here, lambda value: take(value, shard, self.rank))
 
     # -- a statistic
@@ -163,7 +171,7 @@ class Guide:
         try:
             frames = list(frames_of(sys._getframe(2)))
             level, site = next(sites_of(frames), (0, None))
-            found = None if site is None else mapped_at(site, level, self.whole, node, given["self"])
+            found = None if site is None else mapped_at(site, level, self.whole, node, given.get("self"))
             if found is None:
                 self.missing.append(Missing(node, "no expression is known that gives its result alone"))
             else:
@@ -171,22 +179,37 @@ class Guide:
         except NoSource as error:
             self.missing.append(Missing(node, str(error)))
 
-    # -- a whole value that is added to parts of a sum
+    # -- a whole value that is added to parts of a sum, or read by a head
 
     def _shared(self, node: fx.Node, given: Mapping[str, Any]) -> None:
-        """Note the edits that share what the op is given whole."""
-        for name, whole in arguments_of(node).items():
+        """Note the edits that share or copy what the op is given whole."""
+        for name, argument in arguments_of(node).items():
             here = given.get(name)
-            if not isinstance(whole, fx.Node) or (node, whole) not in self.whole.shared:
-                continue
-            if not hasattr(here, "autotp_shared"):
-                self._operand(node, here, Mapped(("share",)), sys._getframe(2))
+            several = isinstance(argument, (list, tuple)) and isinstance(here, (list, tuple))
+            for whole, value in zip(argument, here or (), strict=False) if several else [(argument, here)]:
+                step = self._step(node, whole)
+                if step and getattr(value, "autotp_mapped", "") != step:
+                    self._operand(node, whole, value, Mapped((step,)), sys._getframe(2))
 
-    def _operand(self, node: fx.Node, here: Any, how: Wrapper, frame: FrameType) -> None:
-        """Note the edit that puts a wrapper around an operand, the tensor `here`."""
+    def _step(self, node: fx.Node, whole: Any) -> str:
+        """What a whole value goes through before an op."""
+        if not isinstance(whole, fx.Node):
+            return ""
+        pair = (node, whole)
+        return "copy" if pair in self.whole.copied_in else "share" if pair in self.whole.shared else ""
+
+    def _operand(self, node: fx.Node, whole: fx.Node, here: Any, how: Wrapper, frame: FrameType) -> None:
+        """Note the edit that puts a wrapper around the operand `whole`, here the tensor `here`."""
         try:
             frames = list(frames_of(frame))
-            found = find_operand(here, list(sites_of(frames)), lambda level: self._in_method(frames[level]))
+            given = node.all_input_nodes
+            found = find_operand(
+                here,
+                list(sites_of(frames)),
+                lambda level: self._in_method(frames[level]),
+                given.index(whole),
+                len(given),
+            )
             if found is None:
                 self.missing.append(Missing(node, "no expression is known that gives the whole value"))
             else:
@@ -276,6 +299,7 @@ class Guide:
         except NoSource as error:
             self.missing.append(Missing(node, str(error)))
             return
+        self._gathers |= edit not in self.bound and getattr(found.wrapper, "how", ()) == GATHER
         if edit not in self.edits:
             self.edits.append(edit)
 
@@ -285,6 +309,8 @@ class Guide:
         """The edits of which one may let a forward go on that raised: in the model's own check of a shape, or
         in the arguments of a call that failed before any op (einops' own checks)."""
         frames: list[FrameType] = []
+        if isinstance(error, _Gathered):
+            return []
         traceback = error.__traceback__ if error is not None else None
         while traceback is not None:
             frames.insert(0, traceback.tb_frame)

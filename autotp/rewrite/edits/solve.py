@@ -146,7 +146,7 @@ class _Search:
 
     def _guide(self, edits: Edits, mode: Mode, whole: Propagation, rank: int) -> tuple[Guide, list[Edit]]:
         """The guide of one run, and the edits of which one may help where the run raised."""
-        guide = Guide(self.module, whole, rank)
+        guide = Guide(self.module, whole, rank, edits.edits)
         with bound(self.module, edits, rank, Observed()):
             try:
                 self.record(mode, whole, rank, guide)

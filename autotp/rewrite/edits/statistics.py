@@ -5,6 +5,7 @@
     reduce(v)       the sum over the ranks
     copy(v)         v, whose gradient is summed over the ranks
     share(v)        v as a term of a sum over the ranks: it is rank 0's part
+    gather(v)       the whole value, of which v is a rank's part
 
 With n_r of n elements on rank r, the mean is the sum of mean_r n_r / n. A variance is computed anew from the
 elements: one element on a rank has none of its own. While a model is proven each is a mark in the trace, by
@@ -25,10 +26,16 @@ from autotp.rewrite.edits.edit import Mapped
 __all__ = ["mapping_of"]
 
 _library = torch.library.Library("autotp", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("mapped(Tensor value, Tensor[] others, str how) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "mapped(Tensor value, Tensor[] others, str how, int dim, int size) -> Tensor"
+)
 
 
-def _mark(value: Tensor, others: Sequence[Tensor], how: str) -> Tensor:
+def _mark(value: Tensor, others: Sequence[Tensor], how: str, dim: int, size: int) -> Tensor:
+    if how == "gather":
+        shape = list(value.shape)
+        shape[dim] = size
+        return value.narrow(dim, 0, 1).expand(shape).contiguous()
     return value.view_as(value)
 
 
@@ -38,11 +45,11 @@ _library.impl("mapped", _mark, "CompositeImplicitAutograd")  # type: ignore[no-u
 def mapping_of(how: Mapped, step: str, group: Group | None) -> Callable[..., Tensor]:
     """The function that is called around the expression for one step of `how`; without a group its mark."""
     if group is None:
+        whole = 0 if how.size is None else how.size.whole
 
         def mark(value: Tensor, *others: Tensor) -> Tensor:
-            marked: Tensor = torch.ops.autotp.mapped(value, list(others), step)
-            if step == "share":
-                marked.autotp_shared = True  # type: ignore[attr-defined]
+            marked: Tensor = torch.ops.autotp.mapped(value, list(others), step, how.dim, whole)
+            marked.autotp_mapped = step  # type: ignore[attr-defined]
             return marked
 
         return mark
@@ -52,7 +59,11 @@ def mapping_of(how: Mapped, step: str, group: Group | None) -> Callable[..., Ten
     if step == "share":
         return lambda value: mappings.share(value, known)
     if step == "copy":
+        if how.how == ("copy",):  # of an operand, which nothing writes
+            return lambda value: mappings.copy(value, known)
         return lambda value: _own(mappings.copy(value, known))
+    if step == "gather":
+        return lambda value: mappings.gather(value, known, dim=how.dim, shard=how.shard)
     assert how.size is not None
     whole, own = how.size.whole, how.size.parts[known.rank]
     if step == "mean":
