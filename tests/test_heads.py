@@ -133,6 +133,7 @@ def test_it_generates_and_trains_the_same_and_is_whole_again():
         torch.testing.assert_close(found[2], whole(ids), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_as_a_graph():
     whole = randomised(Decoder()).double()
     copies = [copy.deepcopy(whole) for _ in range(2)]
@@ -233,6 +234,17 @@ def test_without_source_it_is_told_how_to_be_a_layer():
     )
 
 
+def _and_its_input(h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(h, weight), h
+
+
+class GivenBack(Decoder):
+    """What the head reads as a copy comes back, and would be read as one: its gradient summed once more."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return _and_its_input(self.hidden(ids), self.table.weight)
+
+
 class Penalised(Decoder):
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) + self.table.weight.pow(2).sum()
@@ -245,7 +257,7 @@ class Soft(Decoder):
         return super().forward(ids).softmax(-1) @ self.table.weight
 
 
-@pytest.mark.parametrize(("kind", "code"), [(Penalised, "AT312"), (Soft, "AT306")])
+@pytest.mark.parametrize(("kind", "code"), [(GivenBack, "AT303"), (Penalised, "AT312"), (Soft, "AT306")])
 def test_other_uses_of_the_table_are_refused(kind, code):
     analysis = autotp.analyze(kind(), PLAN, tp=2, inputs=IDS)
     assert {d.code for d in analysis.diagnostics if d.severity == "error"} == {code}

@@ -118,12 +118,15 @@ class _Comparison:
         return self._ends(local) or self._numbers(local) or compared_otherwise(self.whole, local, self.rank)
 
     def _ends(self, local: Trace) -> Finding | None:
-        """What leaves the forward behind a mapping."""
+        """What leaves the forward behind a mapping, or must not."""
         whole = self.whole.trace
         ours, theirs = (*whole.outputs, *whole.stored), (*local.outputs, *local.stored)
         for one, other in zip(ours, theirs, strict=False):
             if one.node in self.whole.mapped and self._seen(one.node) != self._id(other.node):
                 return self._unmapped(one.node)
+            behind = other.node.op == "call_function" and op_name(other.node) == MARK
+            if behind and self._seen(one.node) != self._id(other.node):
+                return self._mapping(other.node, f"the forward gives back what {other.node.args[2]} is for")
         return None
 
     def _marked(self, mark: fx.Node) -> Finding | None:
