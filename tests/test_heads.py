@@ -222,7 +222,7 @@ def test_without_source_it_is_told_how_to_be_a_layer():
         made,
     )
     (found,) = autotp.analyze(made["Made"](), {"embed": "vocab"}, tp=2, inputs=IDS).diagnostics
-    assert found.code == "AT303"
+    assert found.code == "AT312"
     assert (
         found.message == "linear with a table that is sharded by words: each rank has the logits of its own"
     )

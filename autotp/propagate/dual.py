@@ -126,7 +126,10 @@ class _Comparison:
                 return self._unmapped(one.node)
             behind = other.node.op == "call_function" and op_name(other.node) == MARK
             if behind and self._seen(one.node) != self._id(other.node):
-                return self._mapping(other.node, f"the forward gives back what {other.node.args[2]} is for")
+                step = other.node.args[2]
+                message = f"the forward gives back a value that goes through {step} for another reader"
+                help = () if step == "share" else HELP
+                return self._finding(one.node, "AT303", message, source=other.node, help=help)
         return None
 
     def _marked(self, mark: fx.Node) -> Finding | None:
@@ -378,7 +381,7 @@ class _Comparison:
         message = (
             f"{op_name(node)} with a table that is sharded by words: each rank has the logits of its own"
         )
-        return self._finding(node, "AT303", message, help=HELP)
+        return self._finding(node, "AT312", message, help=HELP)
 
 
 def _grad(node: fx.Node) -> bool:
