@@ -12,6 +12,7 @@ import autotp
 from autotp.comm import simulate
 from tests.models import randomised
 from tests.test_shipped_plans import build, three
+from tests.zoo.build import build as tiny
 
 NAMES = (
     "bloom",
@@ -55,6 +56,11 @@ def generates_the_same(model, plan):
 
     for tokens in simulate(2, rank):
         assert torch.equal(tokens, wanted)
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_filled_and_not_given_back():
+    generates_the_same(randomised(tiny("bert")), "auto")
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def test_the_mappings_are_in_the_diff():
     assert [line[1:].strip() for line in analysis.edits.splitlines() if line.startswith("+ ")] == [
         "squares = copy(reduce(x.pow(2).sum(-1, keepdim=True))) / whole(x.size(-1))"
     ]
+    assert analysis.code | analysis.code.edits == analysis.code  # found once more, it is no second sum
 
 
 def test_explain_shows_them():

@@ -523,7 +523,7 @@ def test_a_second_forward_on_what_the_first_gave():
     model = architectures.build("llama")
     ids = architectures.inputs(model)["input_ids"]
 
-    def step(out):
+    def step(out, before):
         return (), {"input_ids": torch.zeros(2, 1, dtype=torch.long), "past_key_values": out.past_key_values}
 
     trace = record(model, (), {"input_ids": ids, "use_cache": True}, grad=False, then=step)

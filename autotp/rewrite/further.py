@@ -26,6 +26,7 @@ from autotp.prove import prove_call
 from autotp.rewrite.undo import Change, Hooks, undo, without_later
 from autotp.trace.graph import TraceError, is_cache
 from autotp.trace.modes import Mode
+from autotp.trace.recorder import Given
 from autotp.trace.signature import is_filled
 
 __all__ = ["Call", "Further", "proven_anew", "whole"]
@@ -232,10 +233,12 @@ class _Then:
 
     call: Call
 
-    def __call__(self, out: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def __call__(self, out: Any, before: Given) -> Given:
         given: Call = self.call
         (cache,) = given.caches()[:1]
+        kept = _of_class((*before[0], *before[1].values()), type(cache))  # filled, and not given back
         filled = _of_class(out, type(cache))
+        filled = kept if filled is None else filled
         if filled is None:
             raise ValueError(f"the earlier call gives back no {type(cache).__name__}")
 

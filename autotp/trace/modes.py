@@ -37,7 +37,7 @@ from autotp.trace.capture import capture
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
-from autotp.trace.recorder import Guide, Step
+from autotp.trace.recorder import Given, Guide, Step
 from autotp.trace.signature import Words
 
 __all__ = ["Captured", "Mode", "capture_modes", "modes", "signature", "takes_cache", "training"]
@@ -270,7 +270,7 @@ class _DecodeStep:
     cache: str
     kwargs: Mapping[str, Any]
 
-    def __call__(self, out: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def __call__(self, out: Any, before: Given) -> Given:
         filled = getattr(out, self.cache, None)
         if filled is None:
             raise ValueError("the forward returns no cache")

@@ -53,11 +53,13 @@ DRAWN = 0.5
 """What a forward that draws one random number is given."""
 
 __all__ = [
-    "MISSING", "Guide", "Output", "Step", "Trace", "TraceError", "Val", "in_place_of", "record", "tensors_in",
+    "MISSING", "Given", "Guide", "Output", "Step", "Trace", "TraceError", "Val", "in_place_of", "record",
+    "tensors_in",
 ]  # fmt: skip
 
 Guide = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], tuple[Any, tuple[Any, ...], Mapping[str, Any]]]
-Step = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+Given = tuple[tuple[Any, ...], Mapping[str, Any]]
+Step = Callable[[Any, Given], Given]
 
 
 def record(
@@ -86,8 +88,9 @@ def record(
     inputs `as_given` only those that do. `numbers` among the arguments note what they are asked.
     `exporting` tells the model that it is being exported, so that it takes its trace-safe branches;
     `compiling` (by default the same) that it is being compiled.
-    `then(output)` gives the arguments of a second forward in the same trace (a decode step on the cache
-    that the first one filled). The modules named in `opaque` are not looked into: each call is one node.
+    `then(output, (args, kwargs))` gives the arguments of a second forward in the same trace (a decode step
+    on the cache that the first one filled). The modules named in `opaque` are not looked into: each call is
+    one node.
     `guide(op, args, kwargs)` sees each op call before it runs, and gives the one that runs in its place.
     `layers` are those that may repeat each other, and are recorded once where they do (`Trace.repeats`).
 
@@ -185,7 +188,7 @@ def _record(
                 if then is not None:
                     recorder.finish(out)
                     recorder.trace.calls = {}
-                    args, kwargs = recorder.paused(then, out)
+                    args, kwargs = recorder.paused(then, out, (args, kwargs))
                     recorder.place(args, kwargs, "step ")
                     out = module(*args, **kwargs)
             except TraceError:
