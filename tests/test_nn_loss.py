@@ -17,7 +17,7 @@ from autotp.nn.functional import (
     vocab_parallel_cross_entropy,
     vocab_parallel_multi_label_cross_entropy,
 )
-from autotp.placement import Shard, deal
+from autotp.placement import Shard, deal, shared_deal
 from tests.conftest import as_rank
 from tests.test_mappings import quietly, randn
 from tests.test_nn_linear import close
@@ -223,7 +223,7 @@ def test_the_vocabulary_is_never_whole_on_a_rank(monkeypatch: pytest.MonkeyPatch
             ).backward()
 
     simulate(4, function)
-    assert calls == [4 * 2] * 4
+    assert calls == [(4 + 2) * 2] * 4  # two rows more, for what each rank takes its part for
     assert widest == [4 * 500]
 
 
@@ -261,10 +261,12 @@ def test_mistakes_are_named() -> None:
     assert wrong(
         lambda g: vocab_parallel_cross_entropy(torch.ones(3, 4), target, group=g, weight=torch.ones(4))
     ) == (f"{name}: weight has shape [4], one number for each of 8 ids is needed")
-    halves = Shard(0, deal(4, 2), groups=2)
-    assert wrong(
-        lambda g: vocab_parallel_cross_entropy(torch.ones(3, 4), target, group=g, shard=halves, vocab_size=8)
-    ) == (f"{name}: {halves} does not give each of 2 ranks one range of ids")
+    halves, same = Shard(0, deal(4, 2), groups=2), Shard(0, shared_deal(1, 2))
+    for shard, width in ((halves, 4), (same, 8)):  # ids that several ranks hold would be counted twice
+        ones = torch.ones(3, width)
+        assert wrong(
+            lambda g, x=ones, s=shard: vocab_parallel_cross_entropy(x, target, group=g, shard=s, vocab_size=8)
+        ) == (f"{name}: {shard} does not give each of 2 ranks one range of ids of its own")
     assert wrong(
         lambda g: vocab_parallel_cross_entropy(torch.ones(3, 4), target, group=g, shard=Shard(0, deal(8, 2)))
     ) == (f"{name}: with a shard, vocab_size is needed")
@@ -297,6 +299,45 @@ def test_mistakes_are_named() -> None:
         "vocab_parallel_multi_label_cross_entropy: labels of shape [3, 2] and weights of shape [3, 1] do not "
         "go with logits of shape [3, 4]: [3, 'C'] is needed for both"
     )
+
+
+WIDTHS = [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([None, None, None], "4 columns of 12, 4 columns of 12, 3 columns of 9"),
+        ([11, 12, 11], "4 columns of 11, 4 columns of 12, 3 columns of 11"),
+        ([12, 12, 11], "4 columns of 12, 4 columns of 12, 3 columns of 11"),
+    ],
+)
+def test_ranks_that_do_not_agree_on_the_vocabulary(sizes: list[int | None], told: str) -> None:
+    """Of uneven parts each alone may fit: other ids and another smoothing, silently, on one rank."""
+    options = ({"label_smoothing": 0.1}, {"reduction": "sum"})
+
+    def here(group: Group) -> list[str]:
+        size, found = sizes[group.rank], []
+        for given in options:
+            with pytest.raises(UsageError) as caught:
+                logits = torch.ones(2, WIDTHS[group.rank])
+                vocab_parallel_cross_entropy(
+                    logits, torch.tensor([0, 5]), group=group, vocab_size=size, **given
+                )
+            found.append(str(caught.value))
+        with pytest.raises(UsageError) as caught:
+            logits, labels = torch.ones(2, WIDTHS[group.rank]), torch.tensor([[0, 5]] * 2)
+            vocab_parallel_multi_label_cross_entropy(
+                logits, labels, torch.ones(2, 2), group=group, vocab_size=size
+            )
+        return [*found, str(caught.value)]
+
+    for rank, found in enumerate(simulate(3, here)):
+        whole = sizes[rank] or 3 * WIDTHS[rank]
+        assert found == [
+            f"cross entropy: the ranks' logits are not parts of one vocabulary of {whole}: from rank 0 on they "
+            f"take them for {told}\n  = help: give every rank the same vocab_size, the whole one"
+        ] * 3  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", [8, -1, 99])

@@ -34,28 +34,29 @@ Reduction = Literal["none", "mean", "sum"]
 class _Statistics(torch.autograd.Function):
     """logits (n, local), index (n, k), held (n, k) -> logsumexp (n), picked (n, k), weighted sum (n).
 
-    All over the whole vocabulary, the same on all ranks. `index` are local positions, `held` says which
-    of them are this rank's. `weights` (local) or None.
+    All over the whole vocabulary, of `whole` ids, the same on all ranks. `index` are local positions, `held`
+    says which of them are this rank's. `weights` (local) or None.
     """
 
     @staticmethod
     def forward(
-        logits: Tensor, index: Tensor, held: Tensor, weights: Tensor | None, group: Group
+        logits: Tensor, index: Tensor, held: Tensor, weights: Tensor | None, group: Group, whole: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         z = logits.to(_wide(logits.dtype))
         own = [torch.logsumexp(z, -1, keepdim=True), z.gather(-1, index).masked_fill_(~held, 0)]
         if weights is not None:
             with torch.autocast(z.device.type, enabled=False):  # which would take the product in 16 bits
                 own.append((z @ weights.to(z.dtype)).unsqueeze(-1))
-        mine = torch.cat(own, -1).unsqueeze(0)  # (1, n, 1 + k [+ 1])
-        every = mine if group.size == 1 else group.all_gather(mine, 0, [1] * group.size)
+        every = torch.cat(own, -1).unsqueeze(0)  # (1, n, 1 + k [+ 1]), and of all ranks (p, …)
+        if group.size > 1:
+            every = _gathered(every[0], z.shape[-1], whole, group)
         picked = every[..., 1 : 1 + index.shape[-1]].sum(0)
         weighted = every[..., -1].sum(0) if weights is not None else picked.new_zeros(z.shape[0])
         return torch.logsumexp(every[..., 0], 0), picked, weighted
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.group = inputs
+        *tensors, ctx.group, _ = inputs
         ctx.save_for_backward(*tensors, output[0])
 
     @staticmethod
@@ -73,10 +74,32 @@ class _Statistics(torch.autograd.Function):
             d.scatter_add_(-1, index, d_picked)
         if weights is not None:
             d = d + d_weighted.unsqueeze(-1) * weights.to(wide)
-        return d.to(logits.dtype), None, None, None, None
+        return d.to(logits.dtype), None, None, None, None, None
 
 
 _statistics = quick(_Statistics)
+
+
+def _gathered(mine: Tensor, local: int, whole: int, group: Group) -> Tensor:
+    """The numbers (n, c) of every rank, (p, n, c); two rows more tell what each rank takes its part for.
+
+    Raises UsageError on every rank where they do not agree; in compiled code and on accelerators, which do
+    not wait for numbers, the result is NaN.
+    """
+    more = [mine.new_full((1, mine.shape[-1]), size) for size in (whole, local)]
+    every = group.all_gather(torch.cat([mine, *more]).unsqueeze(0), 0, [1] * group.size)
+    every, told = every[:, :-2], every[:, -2:, 0]  # (p, 2)
+    slack = whole * 2**-23  # of float32: none up to four million ids
+    agreed = ((told[:, 0] - whole).abs() <= slack).all() & ((told[:, 1].sum() - whole).abs() <= slack)
+    if mine.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.where(agreed, every, torch.nan)
+    if not agreed:
+        parts = ", ".join(f"{own:g} columns of {all_:g}" for all_, own in told.tolist())
+        raise UsageError(
+            f"cross entropy: the ranks' logits are not parts of one vocabulary of {whole}: from rank 0 on they "
+            f"take them for {parts}\n  = help: give every rank the same vocab_size, the whole one"
+        )
+    return every
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -112,8 +135,10 @@ def _own_range(
     else:
         whole = vocab_size
     ranges = shard.ranges(whole, group.rank)
-    if shard.tp != group.size or len(ranges) != 1:
-        raise UsageError(f"{name}: {shard} does not give each of {group.size} ranks one range of ids")
+    if shard.tp != group.size or len(ranges) != 1 or shard.deal is None or shard.deal.shared:
+        raise UsageError(
+            f"{name}: {shard} does not give each of {group.size} ranks one range of ids of its own"
+        )
     start, stop = ranges[0]
     if stop - start != local:
         raise UsageError(
@@ -168,8 +193,9 @@ def vocab_parallel_cross_entropy(
     The vocabulary is dealt out as by VocabParallelEmbedding. `vocab_size` is its whole size; it is needed
     when the parts are uneven, and lets full-width logits be refused. `shard` names another cut.
 
-    Raises UsageError for logits of the wrong width and targets of the wrong shape or dtype, IndexError for
-    a target outside of the vocabulary (on CUDA a device-side assertion).
+    Raises UsageError for logits of the wrong width, targets of the wrong shape or dtype, and ranks that take
+    the vocabulary for different ones (on CUDA the loss is NaN), IndexError for a target outside of the
+    vocabulary (on CUDA a device-side assertion).
 
     >>> logits = torch.tensor([[2.0, 0.0, 1.0]])
     >>> vocab_parallel_cross_entropy(logits, torch.tensor([0])).item()
@@ -201,7 +227,7 @@ def vocab_parallel_cross_entropy(
     if label_smoothing > 0:
         smoothed = logits.new_ones(local, dtype=wide) if weight is None else weight[start : start + local]
     flat = logits.reshape(-1, local)
-    lse, picked, weighted = _statistics(flat, position, held, smoothed, group)
+    lse, picked, weighted = _statistics(flat, position, held, smoothed, group, whole)
     ignored = ignored.squeeze(-1)
     loss = lse - picked.squeeze(-1)
     of_target: Tensor | None = None
@@ -262,7 +288,7 @@ def vocab_parallel_multi_label_cross_entropy(
         name, labels.reshape(tokens, count), start=start, local=local, whole=whole, ignore_index=ignore_index
     )
     flat = logits.reshape(tokens, local)
-    lse, picked, _ = _statistics(flat, position, held, None, group)
+    lse, picked, _ = _statistics(flat, position, held, None, group, whole)
     kept = weights.reshape(tokens, count).to(lse.dtype)
     loss = (kept * (lse.unsqueeze(-1) - picked)).masked_fill(ignored, 0)
     loss = loss.sum(-1, keepdim=True) if sum_labels else loss
