@@ -335,8 +335,8 @@ def test_ranks_that_do_not_agree_on_the_vocabulary(sizes: list[int | None], told
     for rank, found in enumerate(simulate(3, here)):
         whole = sizes[rank] or 3 * WIDTHS[rank]
         assert found == [
-            f"cross entropy: the ranks' logits are not parts of one vocabulary of {whole}: from rank 0 on they "
-            f"take them for {told}\n  = help: give every rank the same vocab_size, the whole one"
+            f"cross entropy: the ranks' logits are not parts of one vocabulary of {whole}: from rank 0 on "
+            f"they take them for {told}\n  = help: give every rank the same vocab_size, the whole one"
         ] * 3  # fmt: skip
 
 

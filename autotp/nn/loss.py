@@ -96,8 +96,8 @@ def _gathered(mine: Tensor, local: int, whole: int, group: Group) -> Tensor:
     if not agreed:
         parts = ", ".join(f"{own:g} columns of {all_:g}" for all_, own in told.tolist())
         raise UsageError(
-            f"cross entropy: the ranks' logits are not parts of one vocabulary of {whole}: from rank 0 on they "
-            f"take them for {parts}\n  = help: give every rank the same vocab_size, the whole one"
+            f"cross entropy: the ranks' logits are not parts of one vocabulary of {whole}: from rank 0 on "
+            f"they take them for {parts}\n  = help: give every rank the same vocab_size, the whole one"
         )
     return every
 
@@ -135,7 +135,7 @@ def _own_range(
     else:
         whole = vocab_size
     ranges = shard.ranges(whole, group.rank)
-    if shard.tp != group.size or len(ranges) != 1 or shard.deal is None or shard.deal.shared:
+    if shard.tp != group.size or len(ranges) != 1 or shard.shared:
         raise UsageError(
             f"{name}: {shard} does not give each of {group.size} ranks one range of ids of its own"
         )
