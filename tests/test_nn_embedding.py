@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_norm": 1.0},
     {"max_norm": 1.5, "norm_type": 1.0},
     {"max_norm": 0.5, "norm_type": float("inf"), "padding_idx": 7},
+    {"max_norm": 2.5, "norm_type": 0.0},
+    {"max_norm": 0.2, "norm_type": -1.0},
     {"scale_grad_by_freq": True},
     {"scale_grad_by_freq": True, "padding_idx": 7},
     {"sparse": True},
@@ -225,6 +228,12 @@ def test_mistakes_are_named() -> None:
     assert message(lambda g: ParallelEmbedding(8, 4, max_norm="1", group=g)) == (
         "ParallelEmbedding: max_norm must be a number, not '1'"
     )
+    assert message(lambda g: ParallelEmbedding(8, 4, sparse="yes", group=g)) == (
+        "ParallelEmbedding: sparse must be True or False, not 'yes'"
+    )
+    assert message(lambda g: VocabParallelEmbedding(8, 4, check_ids=0, group=g)) == (
+        "VocabParallelEmbedding: check_ids must be True or False, not 0"
+    )
     assert message(lambda g: VocabParallelEmbedding(8, 4, norm_type=None, group=g)) == (
         "VocabParallelEmbedding: norm_type must be a number, not None"
     )
@@ -284,6 +293,18 @@ def compiled(group: Group) -> None:
         close(
             results(torch.compile(layer, fullgraph=True, backend="aot_eager"), torch.tensor(IDS), layer), want
         )
+    torch._dynamo.reset()
+    sparse, ids = parallel(group, sparse=True), torch.tensor(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells the same besides
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="sparse_coo_tensor"):  # the one limit
+            torch.compile(sparse, fullgraph=True, backend="aot_eager")(ids)
+        torch.compile(sparse, backend="aot_eager")(ids).sum().backward()
+    found = sparse.weight.grad.to_dense()
+    sparse.weight.grad = None
+    sparse(ids).sum().backward()
+    close(found, sparse.weight.grad.to_dense())
+    torch._dynamo.reset()
     layer = parallel(group)
     try:
         torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.tensor([1, VOCABULARY]))

@@ -291,6 +291,15 @@ def test_wrong_sizes_are_errors_by_name_and_number() -> None:
         ((-4, 8), {}, "in_features must not be negative, and is -4"),
         ((4, 8), {"stride": 2.0}, "stride must be a whole number, not 2.0"),
         ((4, 8), {"sections": [4.0, 4.0]}, "sections=[4.0, 4.0] are not whole numbers"),
+        ((4, 8), {"bias": "no"}, "bias must be True or False, not 'no'"),
+        ((4, 8), {"gather_output": "False"}, "gather_output must be True or False, not 'False'"),
+        (
+            (4, 8),
+            {"keep_master_weight_for_test": 1},
+            "keep_master_weight_for_test must be True or False, not 1",
+        ),
+        ((4, 8), {"dtype": "float32"}, "dtype must be a floating-point torch.dtype, not 'float32'"),
+        ((4, 8), {"dtype": torch.int64}, "dtype must be a floating-point torch.dtype, not torch.int64"),
         ((4, 8), {"init_method": None}, "init_method must be a function that fills a tensor, not None"),
     ],
 )
@@ -298,3 +307,43 @@ def test_what_is_no_size_is_an_error_by_name(sizes: Any, options: dict[str, Any]
     with pytest.raises(UsageError) as caught:
         ColumnParallelLinear(*sizes, **options)
     assert str(caught.value) == f"ColumnParallelLinear: {text}"
+
+
+def test_a_row_layers_flag_is_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        RowParallelLinear(4, 8, input_is_parallel="False")
+    assert str(caught.value) == "RowParallelLinear: input_is_parallel must be True or False, not 'False'"
+
+
+def halves_and_heads(group: Group) -> list[Tensor]:
+    """A GLU's halves, and q, k, v of unequal sizes that do not divide: the masters, in their own order."""
+
+    def count(master: Tensor) -> None:
+        master.copy_(torch.arange(master.numel()).view(master.shape))
+
+    kinds = {"init_method": count, "keep_master_weight_for_test": True, "group": group}
+    found = []
+    for options in ({"stride": 2}, {"sections": [13, 4, 5]}):
+        for layer in (
+            ColumnParallelLinear(3, 22, **options, **kinds),
+            RowParallelLinear(22, 3, **options, **kinds),
+        ):
+            gathered, cut = layer.get_master_weight(), layer.layouts["weight"]
+            assert torch.equal(gathered, layer.master_weight)
+            pieces = [22 // 2] * 2 if "stride" in options else options["sections"]
+            local = [size // group.size + (group.rank < size % group.size) for size in pieces]
+            assert layer.weight.shape[cut.dim] == sum(local)
+            whole = layer.master_weight if cut.dim == 0 else layer.master_weight.T
+            mine = layer.weight if cut.dim == 0 else layer.weight.T
+            for size, own, part in zip(pieces, local, whole.split(pieces), strict=True):
+                before = group.rank * (size // group.size) + min(group.rank, size % group.size)
+                assert torch.equal(mine[:own], part[before : before + own])  # of each section, by hand
+                mine = mine[own:]
+            found.append(gathered)
+    return found
+
+
+def test_masters_of_halves_and_of_unequal_heads_keep_their_order(run) -> None:
+    want = torch.arange(66.0)
+    for found in run(halves_and_heads):
+        assert all(torch.equal(a.flatten(), want) for a in found)

@@ -25,6 +25,7 @@ from autotp.nn.lookup import checked_ids, lookup, renormalise_columns, renormali
 from autotp.nn.master import (
     InitMethod,
     checked_init,
+    checked_kind,
     drawn_alike,
     own_part,
     shard_of,
@@ -77,6 +78,13 @@ class _CutEmbedding(nn.Embedding):
             if type(number) not in (int, float) and not (name == "max_norm" and number is None):
                 raise UsageError(f"{layer}: {name} must be a number, not {number!r}")
         checked_init(layer, init_method)
+        checked_kind(
+            layer,
+            dtype,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+        )
         shard = shard_of(layer, ("num_embeddings", "embedding_dim")[dim], dim, sizes[dim], group.size)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise UsageError(f"{layer}: padding_idx={padding_idx} is outside num_embeddings={num_embeddings}")
@@ -162,6 +170,7 @@ class VocabParallelEmbedding(_CutEmbedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        checked_kind("VocabParallelEmbedding", None, check_ids=check_ids)
         super().__init__(
             num_embeddings,
             embedding_dim,

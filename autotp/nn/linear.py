@@ -25,6 +25,7 @@ from autotp.nn.behind import behind
 from autotp.nn.master import (
     InitMethod,
     checked_init,
+    checked_kind,
     drawn_alike,
     own_part,
     shard_of,
@@ -69,6 +70,7 @@ class _ParallelLinear(nn.Linear):
             if size < 0:
                 raise UsageError(f"{layer}: {name} must not be negative, and is {size}")
         checked_init(layer, init_method)
+        checked_kind(layer, dtype, bias=bias, keep_master_weight_for_test=keep_master_weight_for_test)
         self.in_features, self.out_features = in_features, out_features
         self.group, self.shard, self.layouts = group, layouts["weight"], layouts
         self.init_method = init_method
@@ -177,6 +179,7 @@ class ColumnParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        checked_kind("ColumnParallelLinear", None, gather_output=gather_output)
         group = group_of(group)
         shard = shard_of(
             "ColumnParallelLinear",
@@ -276,6 +279,7 @@ class RowParallelLinear(_ParallelLinear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        checked_kind("RowParallelLinear", None, input_is_parallel=input_is_parallel)
         group = group_of(group)
         shard = shard_of(
             "RowParallelLinear", "in_features", 1, in_features, group.size, stride=stride, sections=sections

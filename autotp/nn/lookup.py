@@ -147,6 +147,8 @@ def renormalise_columns(
         named = ids.flatten() if torch.compiler.is_compiling() else ids.unique()  # type: ignore[no-untyped-call]
         rows = F.embedding(named, table)  # an id that is none raises, and does not count from the end
         parts = torch.linalg.vector_norm(rows, norm_type, dim=-1).unsqueeze(0)
-        norms = torch.linalg.vector_norm(group.all_gather(parts, 0, [1] * group.size), norm_type, dim=0)
+        every = group.all_gather(parts, 0, [1] * group.size)
+        # a norm of the parts' norms, but for the number of elements that are not 0, which adds up
+        norms = torch.linalg.vector_norm(every, norm_type, dim=0) if norm_type else every.sum(0)
         scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0)
         table[named] = rows * scale.unsqueeze(-1)

@@ -18,7 +18,15 @@ from autotp.cut import cut_of
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard, deal, join_pieces
 
-__all__ = ["InitMethod", "checked_init", "drawn_alike", "own_part", "shard_of", "whole_number"]
+__all__ = [
+    "InitMethod",
+    "checked_init",
+    "checked_kind",
+    "drawn_alike",
+    "own_part",
+    "shard_of",
+    "whole_number",
+]
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -75,6 +83,18 @@ def checked_init(layer: str, init_method: object) -> None:
     """Raise UsageError for an `init_method` that cannot be called."""
     if not callable(init_method):
         raise UsageError(f"{layer}: init_method must be a function that fills a tensor, not {init_method!r}")
+
+
+def checked_kind(layer: str, dtype: object, **flags: object) -> None:
+    """Raise UsageError for a dtype that no parameter can have, and for flags that are neither True nor False:
+    the text "False" would be taken for True."""
+    if dtype is not None and not (
+        isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    ):
+        raise UsageError(f"{layer}: dtype must be a floating-point torch.dtype, not {dtype!r}")
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise UsageError(f"{layer}: {name} must be True or False, not {flag!r}")
 
 
 def own_part(whole: Tensor, shard: Shard, rank: int) -> Tensor:
