@@ -72,10 +72,11 @@ def _said(values: tuple[int | float | str, ...]) -> str:
 
 def asked_of_cuts(whole: Propagation) -> set[tuple[int, int]]:
     """The sizes that are cut of which the model's code asks anything, but whether they equal other sizes;
-    each with that of a rank's part."""
+    each with that of a rank's part. What equals a batch and something cut in one dim grows with the batch:
+    no size of the inputs is the one to try."""
     known = _Comparisons(whole)
-    asked = {dim for one in whole.trace.compared if not one.sizes for dim in one.dims}
-    cut = filter(known.is_cut, asked)
+    asked = {(dim, one.equal) for one in whole.trace.compared if not one.sizes for dim in one.dims}
+    cut = {dim for dim, equal in asked if known.is_cut(dim) and not (equal and known.is_merged(dim))}
     return {(known.size(dim), part) for dim in cut for part in known.parts(dim) if part != known.size(dim)}
 
 
@@ -96,9 +97,9 @@ class _Comparisons:
         for one in self.whole.trace.compared:
             cut = next((dim for dim in sorted(one.dims) if self.is_cut(dim)), None)
             free = next((dim for dim in sorted(one.dims) if self.is_free(dim)), None)
-            if cut is not None and free is None and not one.bound and self._is_merged(cut):
+            if cut is not None and free is None and not one.bound and self.is_merged(cut):
                 free = cut  # a batch and what is cut, in one dim
-            if cut is None or free is None or one.escaped or (one.equal and self._is_merged(cut)):
+            if cut is None or free is None or one.escaped or (one.equal and self.is_merged(cut)):
                 continue
             node = self.node(cut)
             assert node is not None
@@ -161,7 +162,7 @@ class _Comparisons:
         layout = self.whole.layouts.get(node, [INVARIANT])[0]
         return {local_shape(_shape(node), layout, r)[dim] for r in range(self.whole.matches.tp)}
 
-    def _is_merged(self, dim: Dim) -> bool:
+    def is_merged(self, dim: Dim) -> bool:
         """Whether it is a batch and something cut in one dim: what equals it has the batch in it, too, and
         each rank's trace shows that they are equal there."""
         node = self.node(dim)
