@@ -18,7 +18,7 @@ demo: $(READY)
 	$(RUN) -m demo
 
 # Two workers, a file of tests to each; one thread a worker, as a rank has.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)
 	$(PYTEST)
