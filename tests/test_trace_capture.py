@@ -147,7 +147,7 @@ def minilm():
 
     from tests.checkpoints import minilm_folder
 
-    return AutoModel.from_pretrained(minilm_folder(), num_hidden_layers=2), None
+    return AutoModel.from_pretrained(minilm_folder()), None
 
 
 @pytest.mark.parametrize(
