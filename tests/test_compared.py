@@ -208,7 +208,7 @@ def test_comparisons_of_the_same_kind_of_sizes_are_proven():
 
 
 def test_a_check_that_batch_and_heads_make_one_dim_is_proven(monkeypatch):
-    """Both sides have the batch in them: XGLM checks its attention so. No size of the inputs is one to try."""
+    """Both sides have the batch in them: XGLM checks its attention so. No size of the inputs is tried."""
     monkeypatch.setattr("autotp.prove.witnesses", lambda *_: pytest.fail("inputs of other sizes are tried"))
     plan = {"fc1": {"style": "column", "heads": 3}, "fc2": {"style": "row", "heads": 3}}
     assert autotp.verify(edited.CheckedTogether(), plan, tp=3, inputs=torch.randn(5, 8)).ok
