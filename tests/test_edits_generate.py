@@ -17,6 +17,7 @@ from tests.zoo.build import build as tiny
 NAMES = (
     "bloom",
     "codegen",
+    "falcon",
     "gpt2",
     "gpt_neo",
     "gptj",
