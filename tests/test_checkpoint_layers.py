@@ -15,7 +15,7 @@ from autotp.checkpoint.optimizer import load_optimizer, save_optimizer
 from autotp.checkpoint.save import save_pretrained
 from autotp.comm import group_of, simulate
 from autotp.diagnostic import UsageError
-from autotp.nn import ColumnParallelLinear
+from autotp.nn import ColumnParallelLinear, RowParallelLinear
 from tests.test_nn_training import IDS, TARGET, Parallel, Serial
 
 
@@ -57,6 +57,45 @@ def test_weights_and_moments_are_whole_and_go_on_at_another_number_of_ranks(tmp_
         load_file(tmp_path / "model" / "model.safetensors"), dict(weights), rtol=1e-10, atol=1e-10
     )
     simulate(2, resume)
+
+
+def test_halves_and_unequal_heads_keep_their_order_at_any_number_of_ranks(tmp_path):
+    """A GLU's halves and q, k, v of 12, 4 and 6 rows: whole in the file, and each section cut anew."""
+    cuts = {"stride": 2}, {"sections": [12, 4, 6]}
+
+    def made(group):
+        torch.manual_seed(group.rank)
+        layers = [ColumnParallelLinear(3, 22, group=group, **cut) for cut in cuts]
+        return nn.Sequential(*layers, *(RowParallelLinear(22, 3, group=group, **cut) for cut in cuts))
+
+    def write(group):
+        model = made(group)
+        save_pretrained(model, tmp_path / "out")
+        return [layer.get_master_weight() for layer in model]
+
+    masters, _ = simulate(2, write)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(stored[f"{i}.weight"], master) for i, master in enumerate(masters))
+
+    def read(group):
+        model = made(group)
+        autotp.load_state_dict(model, stored)
+        for i, layer in enumerate(model):
+            rows = stored[f"{i}.weight"] if i < 2 else stored[f"{i}.weight"].T
+            sizes = [11, 11] if i % 2 == 0 else [12, 4, 6]
+            parts = [
+                part.tensor_split(bounds(len(part), group.size))[group.rank] for part in rows.split(sizes)
+            ]
+            assert torch.equal(layer.weight if i < 2 else layer.weight.T, torch.cat(parts))
+            assert torch.equal(layer.get_master_weight(), stored[f"{i}.weight"])
+
+    for tp in (1, 2, 3, 4):
+        simulate(tp, read)
+
+
+def bounds(size, tp):
+    """Where the parts of a section begin: the first ranks hold one more."""
+    return [rank * (size // tp) + min(rank, size % tp) for rank in range(1, tp)]
 
 
 def test_a_sharded_module_inside_another(tmp_path):

@@ -138,6 +138,29 @@ def masters(group: Group) -> list[Tensor]:
     return [layer.master_weight, other.get_master_weight()]
 
 
+def unchecked(group: Group, options: dict[str, Any]) -> list[Tensor]:
+    layer = parallel(group, check_ids=False, **options)
+    y = layer(torch.tensor([3, -1, VOCABULARY, 12, 2**40]))
+    y.square().sum().backward()
+    gradient = layer.weight.grad
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return [y.detach(), mappings.gather(gradient, group, shard=layer.shard)]
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -1}, {"max_norm": 1.0, "sparse": True}], ids=str)
+def test_ids_that_are_not_checked_give_zeros_and_no_gradient(run, options: dict[str, Any]) -> None:
+    """For CUDA graphs, where no id can be looked at: those of the vocabulary are as ever."""
+    plain = serial(**options)
+    rows = plain(torch.tensor([3, 12]))
+    rows.square().sum().backward()
+    gradient = plain.weight.grad
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    want = torch.zeros(5, WIDTH, dtype=torch.float64)
+    want[[0, 3]] = rows.detach()
+    for found in run(unchecked, options):
+        close(found, [want, gradient])
+
+
 def test_the_master_is_that_of_one_process_with_its_padding_row_zero(run) -> None:
     torch.manual_seed(0)
     first = nn.init.xavier_normal_(torch.empty(11, 4))

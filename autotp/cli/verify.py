@@ -84,7 +84,8 @@ def command(
     ] = None,
     format: Annotated[Plain, typer.Option("--format", help="Form of the result.")] = Plain.text,
 ) -> int:
-    """Run every rank in this process and compare outputs, gradients and weights with the whole model.
+    """Check a converted folder, or run every rank here and compare outputs, gradients and weights with the
+    whole model.
 
     The plan is proven first. Of a checkpoint only the architecture is taken, unless --weights own; it must
     be small. A folder that `autotp convert` wrote is read in full and compared with its digests.
