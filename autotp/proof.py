@@ -13,6 +13,7 @@ from autotp.propagate.given import Traced
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
+from autotp.propagate.size_guards import SizeGuard
 from autotp.rewrite.edits.edit import Edits
 from autotp.trace.handed import Reader
 
@@ -34,7 +35,8 @@ class Proof:
     `branches` those of the code that handles sharded values which no mode took. `random_common` are modules
     inside of those in `random` that draw what all ranks share, `resting` those whose dropout on a shard has
     the rate 0. `given` are the calls of the model that were traced, `names` those in the code that ran,
-    `handed` the cut weights of layers that code around them reads without an op on them, and which code.
+    `handed` the cut weights of layers that code around them reads without an op on them, and which code;
+    `sizes`, of one more call, what comes out of what its code asks of the sizes of its inputs.
     """
 
     cuts: dict[str, Shard]
@@ -47,6 +49,7 @@ class Proof:
     shared: tuple[tuple[str, ...], ...] = ()
     uncopied: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
+    sizes: frozenset[SizeGuard] = frozenset()
     propagations: dict[str, Propagation] = field(default_factory=dict)
     covered: Mapping[str, str] = field(default_factory=dict)
     random_in_eval: set[str] = field(default_factory=set)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from autotp.analysis import Analysis
-from autotp.diagnostic import Diagnostic, errors
+from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, is_whole
@@ -36,12 +36,13 @@ from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, marks, spread
+from autotp.propagate.size_guards import size_guards
 from autotp.rewrite.attributes import names_in
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
-from autotp.trace.graph import Trace, TraceError
+from autotp.trace.graph import Trace, TraceError, parameters_of
 from autotp.trace.handed import handed
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
@@ -97,7 +98,7 @@ def prove_call(module: nn.Module, before: Analysis, mode: Mode) -> Proof:
     for each in (layers, Layers()):
         with untouched(module), _uncollected(), contextlib.suppress(Unlike):
             trace = mode.capture(module, layers=each)
-            found = Captured([(mode, trace)], layers=each, given=[(mode, trace.given.get("", []))])
+            found = Captured([(mode, trace)], layers=each, given=[(mode, trace.given.get("", []), trace)])
             prover = _Prover(module, matches, inventory, samples, each, (before, mode))
             prover.run(found)
             if not prover.repeats or not errors(prover.proof.diagnostics):
@@ -168,7 +169,7 @@ class _Prover:
         if not proof.unreduced and not any(whole.findings for _, whole in ran):
             self._solve(ran)
         proof.propagations, proof.covered = propagated, found.covered
-        training = {mode.name for mode, _ in found.given if mode.training}
+        training = {mode.name for mode, _, _ in found.given if mode.training}
         covering = {known for name, known in found.covered.items() if name in training}
         for mode, whole in ran:
             if whole.findings:
@@ -177,7 +178,7 @@ class _Prover:
             trains = mode.training or mode.name in covering
             self._keep(mode.name, whole, training=mode.training, trains=trains)
         proof.diagnostics += self._at_other_sizes([whole for _, whole in ran])
-        self._guard(found)
+        self._guard(found, [*handled(whole for _, whole in ran)])
         if both := sorted(proof.copied & proof.uncopied):
             proof.diagnostics.append(copied_at_times(both[0]))
         proof.modes += found.covered
@@ -187,11 +188,15 @@ class _Prover:
             proof.diagnostics += unreached_layers(self.matches, self.reached, self.first)
         proof.diagnostics += not_run(found)
 
-    def _guard(self, found: Captured) -> None:
+    def _guard(self, found: Captured, lines: list[Span]) -> None:
         """The model, and a region of raw tensors, may be called as in the traces: another flag may choose
         another way."""
         if found.traces and self.proof.cuts:
-            self.proof.given = calls_of(found)
+            parameters = parameters_of(self.module.forward)
+            self.proof.given = calls_of(found, parameters, lines)
+            if self.stands is not None:
+                ((_, given, trace),) = found.given
+                self.proof.sizes = size_guards(trace, len(given) - 1, parameters, lines)
             self.proof.names = names_in(
                 code for code, _ in found.watched.ran if not code.co_filename.startswith("<")
             )

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from autotp.diagnostic import Span
+from autotp.propagate.size_guards import SizeGuard, size_guards
 from autotp.trace.graph import Repeat, Trace
 from autotp.trace.modes import Captured
 from autotp.trace.signature import GRADIENT, FromInput, Words, coarse, with_gradient
@@ -23,11 +26,18 @@ FREE = "a number"
 
 @dataclass(frozen=True)
 class Traced:
-    """A call of the model that was traced: in training or evaluation, with or without gradients."""
+    """A call of the model that was traced: in training or evaluation, with or without gradients, and what
+    comes out of what its code asks of the sizes of its inputs."""
 
     training: bool
     gradients: bool
     words: Call
+    sizes: frozenset[SizeGuard] = frozenset()
+
+    @property
+    def key(self) -> tuple[bool, bool, Call]:
+        """The call without its sizes."""
+        return self.training, self.gradients, self.words
 
 
 @dataclass
@@ -46,12 +56,13 @@ class Proven:
     free: frozenset[str] = frozenset()
     states: dict[str, set[Traced]] = field(default_factory=dict)
 
-    def holds(self, state: str, call: Traced) -> bool:
-        """Whether a call is proven; what is proven with gradients is without."""
+    def alike(self, state: str, call: Traced) -> list[Traced]:
+        """The proven calls with these words; what is proven with gradients is without."""
         known = self.states.setdefault(state, set())
         every = frozenset((place, with_gradient(word)) for place, word in call.words)
-        alike = (call, replace(call, gradients=True), replace(call, gradients=True, words=every))
-        return any(one in known or (not state and one in self.calls) for one in alike)
+        alike = {one.key for one in (
+            call, replace(call, gradients=True), replace(call, gradients=True, words=every))}  # fmt: skip
+        return [one for one in (*known, *(self.calls if not state else ())) if one.key in alike]
 
     def call(self, training: bool, gradients: bool, words: Words) -> Traced:
         """A call as it is remembered."""
@@ -126,13 +137,20 @@ def guard_of(path: str, traces: Iterable[Trace]) -> Guard:
     return Guard(frozenset(_call(words, free) for words in given), free, follows)
 
 
-def calls_of(found: Captured) -> frozenset[Traced]:
-    """The calls of the model itself in every mode that was traced."""
-    return frozenset(
-        Traced(mode.training, mode.grad, frozenset(words.items()))
-        for mode, given in found.given
-        for words in given
-    )
+def calls_of(
+    found: Captured, parameters: tuple[tuple[str, Any], ...], handled: Iterable[Span]
+) -> frozenset[Traced]:
+    """The calls of the model itself in every mode that was traced; `handled` are the lines that handle values
+    which are not whole. Where a call was traced as it runs, what it asks when it is exported counts no more.
+    """
+    lines, runs, exported = list(handled), set[Traced](), set[Traced]()
+    for mode, given, trace in found.given:
+        for turn, words in enumerate(given):
+            sizes = size_guards(trace, turn, parameters, lines)
+            kind = exported if mode.exporting else runs
+            kind.add(Traced(mode.training, mode.grad, frozenset(words.items()), sizes))
+    known = {one.key for one in runs}
+    return frozenset(runs | {one for one in exported if one.key not in known})
 
 
 def _with_free(words: Words, free: frozenset[str]) -> Call:

@@ -23,10 +23,12 @@ from torch import nn
 
 from autotp.analysis import Analysis
 from autotp.diagnostic import UnprovenPath
-from autotp.propagate.given import Proven
+from autotp.propagate.given import Proven, Traced
+from autotp.propagate.size_guards import SizeGuard, holds
 from autotp.rewrite.attributes import Attributes
 from autotp.rewrite.free_numbers import free_numbers
 from autotp.rewrite.further import Call, proven_anew, whole
+from autotp.rewrite.sized_calls import Check, Sizes, check_of, sizes_of
 from autotp.rewrite.undo import Change, hooks
 from autotp.trace.graph import is_cache, parameters_of
 from autotp.trace.modes import takes_cache
@@ -56,7 +58,7 @@ class Called:
         self.analysis = replace(analysis, diagnostics=(), branches=(), samples=None)
         self.shapes = {n: t.shape for n, t in analysis.inventory.tensors().items() if n in analysis.layouts}
         self.parameters = parameters_of(model.forward)
-        self.passed: set[Any] = set()  # calls that need not be looked at again
+        self.passed: dict[Any, list[Check]] = {}  # calls that need not be looked at again, of these sizes
         self.fills = takes_cache(model) is not None
         self.before: Call | None = None  # the last call that may fill a cache
         self.hooks = hooks(model)
@@ -68,13 +70,15 @@ class Called:
         """Raises UnprovenPath for a call that is not proven."""
         state = attributes.look(model)
         key = _key(state, model, args, kwargs)
-        if key not in self.passed:
-            self._look(model, state, args, kwargs)
-            if len(self.passed) < _REMEMBERED:
-                self.passed.add(key)
+        for check in self.passed.get(key, ()):
+            if check(args, kwargs):
+                return
+        self._look(model, key, state, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _look(self, model: nn.Module, state: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(
+        self, model: nn.Module, key: Any, state: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         try:
             inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         except TypeError:
@@ -84,14 +88,30 @@ class Called:
         if any(UNKNOWN in word for word in words.values()):
             self._raise(model, words, state, "it cannot be told what that is, so it cannot be proven")
         call = self.proven.call(model.training, torch.is_grad_enabled(), words)
-        if not self.proven.holds(state, call):
-            free = self._prove(model, state, given, words)
-            self.proven.learn(state, call, free)
+        sizes = sizes_of(self.parameters, args, kwargs)
+        known = self.proven.alike(state, call)
+        found = next((one for one in known if holds(one.sizes, sizes) is None), None)
+        if found is None:
+            free, asked = self._prove(model, state, given, words, known, sizes)
+            found = replace(call, sizes=asked)
+            self.proven.learn(state, found, free)
+        if len(self.passed) < _REMEMBERED:
+            check = check_of(found.sizes, self.parameters, args, kwargs)
+            self.passed.setdefault(key, []).insert(0, check)
         if self.fills and not any(map(is_filled, given.caches())):
             self.before = given.remembered()
 
-    def _prove(self, model: nn.Module, state: str, call: Call, words: Words) -> frozenset[str]:
-        """Prove a call anew. Gives the arguments that may be any number."""
+    def _prove(
+        self,
+        model: nn.Module,
+        state: str,
+        call: Call,
+        words: Words,
+        known: list[Traced],
+        sizes: Sizes,
+    ) -> tuple[frozenset[str], frozenset[SizeGuard]]:
+        """Prove a call anew; `known` are proven ones with the same words. Gives the arguments that may be any
+        number, and what comes out of what its code asks of sizes."""
         how = {"training": model.training, "grad": torch.is_grad_enabled()}
         try:
             twin = whole(model, self.changes, self.shapes, self.hooks)
@@ -99,7 +119,7 @@ class Called:
             self._raise(model, words, state, f"the model cannot be copied to be proven anew: {error}")
         further = proven_anew(twin, self.analysis, call, self.before, **how)
         if further.reason:
-            self._raise(model, words, state, further.reason)
+            self._raise(model, words, state, further.reason, _sized(known, sizes))
         new = self.proven.unlike(words)
         free, noted = free_numbers(twin, self.analysis, call, further, self.parameters, new, **how)
         proofs = [each.proof for each in (further, noted) if each.proof is not None]
@@ -108,12 +128,12 @@ class Called:
                 found = proof.regions[region.path].guard
                 if region.guard is not None and found is not None:
                     region.guard.learn(found, free | self.proven.free)
-        return free
+        return free, further.sizes
 
-    def _raise(self, model: nn.Module, words: Words, state: str, reason: str) -> NoReturn:
-        new = self.proven.unlike(words)
+    def _raise(self, model: nn.Module, words: Words, state: str, reason: str, sized: str = "") -> NoReturn:
+        new = [] if sized else self.proven.unlike(words)
         shown = [f"{p}={words[p]} (it was proven {self.proven.shown(p)})" for p in new]
-        told = " and ".join(shown) or ", ".join(f"{p}={w}" for p, w in words.items()) + " together"
+        told = " and ".join(shown) or sized or ", ".join(f"{p}={w}" for p, w in words.items()) + " together"
         told += f" and {state} since it was sharded" if state else ""
         raise UnprovenPath(
             f"{type(model).__name__} is called with {told}: {reason}\n  = help: shard "
@@ -124,7 +144,18 @@ class Called:
         return self  # it learns, and what it learns holds for a copy, too
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"passed": set(), "before": None}
+        return self.__dict__ | {"passed": {}, "before": None}
+
+
+def _sized(known: list[Traced], sizes: Sizes) -> str:
+    """What of a call's sizes its code asks, where nothing else is new."""
+    failed = [guard for one in known if (guard := holds(one.sizes, sizes)) is not None]
+    if not failed:
+        return ""
+    guard = min(failed, key=lambda guard: (guard.where, guard.text))
+    shown = [f"{place} of size {sizes[place, dim]} in dim {dim}" for place, dim in guard.sizes
+             if (place, dim) in sizes]  # fmt: skip
+    return f"{' and '.join(shown) or 'other sizes'}, which {guard.where} asks"
 
 
 class _Forward:

@@ -22,6 +22,7 @@ from autotp.analysis import Analysis
 from autotp.diagnostic import errors
 from autotp.proof import Proof
 from autotp.propagate.propagation import Propagation
+from autotp.propagate.size_guards import SizeGuard
 from autotp.prove import prove_call
 from autotp.rewrite.undo import Change, Hooks, undo, without_later
 from autotp.trace.graph import TraceError, is_cache
@@ -29,7 +30,7 @@ from autotp.trace.modes import Mode
 from autotp.trace.recorder import Given
 from autotp.trace.signature import is_filled
 
-__all__ = ["Call", "Further", "proven_anew", "whole"]
+__all__ = ["Call", "Further", "length_of", "proven_anew", "whole"]
 
 NAME = "this call"
 
@@ -78,6 +79,12 @@ class Further:
 
     reason: str
     proof: Proof | None = None
+
+    @property
+    def sizes(self) -> frozenset[SizeGuard]:
+        """What comes out of what its code asks of sizes."""
+        assert self.proof is not None
+        return self.proof.sizes
 
     @property
     def propagation(self) -> Propagation:
@@ -201,7 +208,7 @@ def whole(
 def _filling(twin: nn.Module, call: Call, before: Call | None) -> Call | None:
     """A call that fills the cache as far as it is filled in `call`: as before, or with tokens alone."""
     (cache,) = call.caches()[:1]
-    length = _length(cache)
+    length = length_of(cache)
     tokens = before or Call(call.args[:1], dict(list(call.kwargs.items())[: not call.args]))
     ids = [v for v in (*tokens.args, *tokens.kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1]
     if not ids:
@@ -219,7 +226,7 @@ def _filling(twin: nn.Module, call: Call, before: Call | None) -> Call | None:
     return Call(args, kwargs | ({"use_cache": True} if "use_cache" in names else {}))
 
 
-def _length(cache: Any) -> Any:
+def length_of(cache: Any) -> Any:
     """How many tokens a cache holds; None where it cannot tell: transformers' raises with states alone."""
     try:
         return cache.get_seq_length() if hasattr(cache, "get_seq_length") else None

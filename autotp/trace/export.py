@@ -50,7 +50,7 @@ def export(
             raise TraceError(text, watch.failed, error_span(error)) from error
         first = _first_names(module)
     trace = Converted(program, watch, first, grad=grad, inputs=(args, dict(kwargs))).trace
-    trace.compared = notes.compares
+    trace.compared, trace.asked = notes.compares, notes.asked
     return trace
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from autotp.diagnostic import Span
-from autotp.trace.noted import Compared, plain
+from autotp.trace.noted import Asked, Compared, plain
 
 __all__ = [
     "GRADIENT", "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "is_cache",
@@ -116,8 +116,9 @@ class Trace:
     how often each module ran in the (last) forward, `stored` what tensors the forward left on attributes of
     modules, `opaque` the modules that were not looked into, `route` how the trace was made: "recorder" or
     "export". `repeats` are the layers whose ops are left out, since another layer's say the same; what they
-    give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares,
-    `handed` the parameters that code reads off a module that is not its own, and which code (`handed.py`).
+    give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares, `asked`
+    what comes out of what it asks of them, of each forward, `handed` the parameters that code reads off a
+    module that is not its own, and which code (`handed.py`).
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -135,6 +136,7 @@ class Trace:
     repeats: list[Repeat] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
     handed: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    asked: list[dict[Asked, None]] = field(default_factory=list)
 
     def ops(self) -> list[fx.Node]:
         """The recorded op calls, in order."""

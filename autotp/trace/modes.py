@@ -99,7 +99,7 @@ class Captured:
     """The traces of a model: those that differ, by mode; the modes that another one covers, with its name;
     the modes that cannot be traced, and of those the guesses (`dropped`), which are no findings; the lines
     of the model's code that ran in any of them; the layers that were recorded once where they repeat; how the
-    model was called in each mode, covered ones too."""
+    model was called in each mode, covered ones too, with its trace."""
 
     traces: list[tuple[Mode, Trace]] = field(default_factory=list)
     covered: dict[str, str] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Captured:
     dropped: list[tuple[Mode, TraceError]] = field(default_factory=list)
     watched: Watched = field(default_factory=Watched)
     layers: Layers = field(default_factory=Layers)
-    given: list[tuple[Mode, list[Words]]] = field(default_factory=list)
+    given: list[tuple[Mode, list[Words], Trace]] = field(default_factory=list)
 
 
 def modes(module: nn.Module, samples: Samples) -> list[Mode]:
@@ -149,7 +149,7 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                 (result.dropped if mode.optional else result.failed).append((mode, error))
                 mode = mode.otherwise
                 continue
-            result.given.append((mode, trace.given.get("", [])[:]))
+            result.given.append((mode, trace.given.get("", [])[:], trace))
             # Proven with gradients, a forward is proven without.
             told = signature(trace, gradients=mode.grad)
             known = seen.get(told)

@@ -21,16 +21,30 @@ from typing import Any
 import torch
 
 from autotp.diagnostic import Span
-from autotp.trace.source import caller_span, is_library
+from autotp.trace.source import caller_span, is_library, shown
 
 __all__ = [
-    "Compared", "Dim", "Notes", "argument", "arguments_in", "is_noted", "noted", "noted_dims", "plain",
+    "Asked", "Compared", "Dim", "Formula", "Notes", "Size", "argument", "arguments_in", "formula_of",
+    "is_noted", "noted", "noted_dims", "plain", "step_of",
 ]  # fmt: skip
 
 Dim = tuple[str, int]
 """The name of a node, and one of its dims; or what `argument` gives."""
 
 _ARGUMENT = -1
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size as it was read: the dim, and the number."""
+
+    dim: Dim
+    number: int
+
+
+Formula = Any
+"""How a number was computed: a `Size`, a plain number, (a text with {0}, {1} in it, the formulas of those),
+or None where that is not known."""
 
 
 def argument(name: str) -> Dim:
@@ -59,13 +73,41 @@ class Compared:
         return ("", 0) if self.source is None else (self.source.file, self.source.line)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the code asked of sizes, and what came out: another outcome may take another way. `inside`: the
+    file and the lines of the function; `unseen`: it may ask these sizes something, since it names what takes
+    numbers unseen. `dims` are those of all the sizes."""
+
+    formula: Formula
+    outcome: Any
+    dims: frozenset[Dim]
+    inside: tuple[str, int, int]
+    line: int
+    unseen: bool = False
+
+
 class Notes:
-    """What one recording compares; a number that outlives it notes nothing more."""
+    """What one recording compares; a number that outlives it notes nothing more. `asked` holds what comes out
+    of what the code asks of sizes, of each forward of the recording."""
 
     def __init__(self) -> None:
         self.open = True
         self.compares: list[Compared] = []
+        self.asked: list[dict[Asked, None]] = [{}]
         self._known: set[tuple[Any, ...]] = set()
+
+    def ask(self, formula: Formula, outcome: Any, dims: frozenset[Dim], *, unseen: bool = False) -> None:
+        """The code that called the caller gets this outcome."""
+        if not self.open or not dims or any(dim == _ARGUMENT for _, dim in dims):
+            return
+        frame = sys._getframe(2)
+        code = frame.f_code
+        if is_library(code.co_filename):
+            return
+        lines = [line for _, _, line in code.co_lines() if line is not None]
+        inside = (shown(code.co_filename), min(lines), max(lines))
+        self.asked[-1][Asked(formula, outcome, dims, inside, frame.f_lineno, unseen)] = None
 
     def argument(self, name: str, value: Any) -> Any:
         """A number that is an argument of the model's forward, noted; anything else as it is."""
@@ -102,12 +144,15 @@ class Notes:
         if self.open and dims:
             self._note(Compared(dims, None, escaped=True))
 
-    def read(self, dims: frozenset[Dim], *, float: bool = False) -> None:
+    def read(self, dims: frozenset[Dim], *values: Any, float: bool = False) -> None:
         """The code that called the caller has sizes, or what is a `float` of them. They escape where it names
         what takes numbers unseen."""
         names = _TAKE_FLOATS if float else _TAKE_INTS
         if self.open and dims and not names.isdisjoint(sys._getframe(2).f_code.co_names):
             self._note(Compared(dims, None, escaped=True))
+            for value in values:
+                if isinstance(value, _Noted):
+                    self.ask(value.formula, plain(value), value.dims, unseen=True)
 
     def _note(self, what: Compared, depth: int = 0) -> None:
         frame = sys._getframe(3 + depth)
@@ -121,7 +166,7 @@ class Notes:
 
 # Functions of Python and numpy to which a number says nothing: they read what is in it.
 _TAKE_INTS = frozenset([
-    "range", "islice", "index", "numpy", "np", "log", "log2", "log10", "gcd", "lcm", "isqrt", "comb",
+    "islice", "index", "numpy", "np", "log", "log2", "log10", "gcd", "lcm", "isqrt", "comb",
 ])  # fmt: skip
 _TAKE_FLOATS = frozenset(["math", "sqrt", "exp", "log", "log2", "log10", "numpy", "np"])
 
@@ -134,6 +179,7 @@ class _Noted:
     log: Notes
     product: bool
     size: bool
+    formula: Formula
 
     __slots__ = ()
 
@@ -146,14 +192,68 @@ class _Float(float, _Noted):
     pass
 
 
-def noted(value: Any, dims: frozenset[Dim], log: Notes, product: bool = False, *, size: bool = False) -> Any:
-    """A number that knows the dims it comes from; what is no number, as it is."""
+def noted(
+    value: Any,
+    dims: frozenset[Dim],
+    log: Notes,
+    product: bool = False,
+    *,
+    size: bool = False,
+    formula: Formula = None,
+) -> Any:
+    """A number that knows the dims it comes from, and by which formula; what is no number, as it is."""
     kind = {int: _Int, float: _Float}.get(type(value))
     if kind is None:
-        return tuple(noted(v, dims, log) for v in value) if type(value) is tuple else value
+        if type(value) is not tuple:
+            return value
+        parts = [None if formula is None else (f"({{0}})[{i}]", formula) for i in range(len(value))]
+        return tuple(noted(v, dims, log, formula=f) for v, f in zip(value, parts, strict=True))
     made = kind(value)
-    made.dims, made.log, made.product, made.size = dims, log, product, size
+    made.dims, made.log, made.product, made.size, made.formula = dims, log, product, size, formula
     return made
+
+
+def formula_of(value: Any) -> Formula:
+    """How a number was computed; a plain number is itself."""
+    if isinstance(value, _Noted):
+        return value.formula
+    return value if type(value) in (int, float, bool) else None
+
+
+_BINARY = {
+    "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "floordiv": "({0} // {1})",
+    "truediv": "({0} / {1})", "mod": "({0} % {1})", "divmod": "divmod({0}, {1})", "pow": "({0} ** {1})",
+    "lshift": "({0} << {1})", "rshift": "({0} >> {1})", "and": "({0} & {1})", "or": "({0} | {1})",
+    "xor": "({0} ^ {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
+    "ge": "({0} >= {1})", "eq": "({0} == {1})", "ne": "({0} != {1})",
+}  # fmt: skip
+_UNARY = {
+    "neg": "(-{0})", "abs": "abs({0})", "pos": "(+{0})", "invert": "(~{0})", "floor": "({0} // 1)",
+    "ceil": "(-(-{0} // 1))", "trunc": "int({0})", "round": "round({0})", "bit_length": "({0}).bit_length()",
+    "int": "int({0})", "float": "float({0})", "bool": "bool({0})",
+}  # fmt: skip
+_MOST = 64  # operations in one formula
+
+
+def _formula(name: str, value: Any, others: tuple[Any, ...]) -> Formula:
+    """The formula of an operator's result."""
+    name = name.strip("_")
+    parts = [formula_of(each) for each in (value, *others)]
+    if name not in _BINARY and name.startswith("r") and name[1:] in _BINARY:
+        name, parts = name[1:], parts[::-1]
+    text = _UNARY.get(name) if len(parts) == 1 else _BINARY.get(name) if len(parts) == 2 else None
+    if text is None or any(part is None for part in parts) or sum(map(_operations, parts)) > _MOST:
+        return None
+    if name in _DIVIDES and (isinstance(parts[1], (Size, tuple)) or not parts[1]):
+        return None  # by what may be zero for other sizes
+    return (text, *parts)
+
+
+_DIVIDES = ("floordiv", "truediv", "mod", "divmod", "pow", "lshift", "rshift")
+
+
+def _operations(formula: Formula) -> int:
+    return 1 + sum(map(_operations, formula[1:])) if isinstance(formula, tuple) else 0
 
 
 def is_noted(value: Any) -> bool:
@@ -220,12 +320,39 @@ def _computes(base: type, name: str) -> Callable[..., Any]:
                 self.log.escaped(self.dims)  # a length
             return result
         dims = self.dims.union(*map(noted_dims, others))
-        if type(result) is float:
-            self.log.read(dims, float=True)
         product = name in ("__mul__", "__rmul__") and self.product and all(map(_positive, others))
-        return noted(result, dims, self.log, product)
+        formula = _formula(name, self, others)
+        made = noted(result, dims, self.log, product, formula=formula)
+        if type(result) is float:
+            self.log.read(dims, made, float=True)
+        if name in _STEPS:
+            for index, part in enumerate(result if type(result) is tuple else (result,)):
+                number = (f"({{0}})[{index}]", formula) if type(result) is tuple and formula else formula
+                step = None if number is None else ("step({0})", number)
+                self.log.ask(step, step_of(part), dims)
+        return made
 
     return compute
+
+
+# What takes few values for many sizes may stand for a dim, or for a place in a table.
+_STEPS = frozenset(
+    f"__{name}__"
+    for name in (
+        *("floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod", "rshift", "rrshift"),
+        *("and", "rand", "xor", "rxor"),
+    )
+)
+_FEW = 4
+
+
+def step_of(value: Any) -> Any:
+    """A number that may name a dim; None for any other.
+
+    >>> step_of(2), step_of(77)
+    (2, None)
+    """
+    return value if -_FEW <= value < _FEW else None
 
 
 def _positive(value: Any) -> bool:
@@ -239,7 +366,10 @@ def _compares(base: type, name: str) -> Callable[..., Any]:
         if not (self.product and type(other) is int and other == 0):  # zero, if a size is
             equal = name in ("eq", "ne") and function(self, other) is (name == "eq")
             sizes = self.size and isinstance(other, _Noted) and other.size
-            self.log.compared(self.dims | noted_dims(other), self, other, equal=equal, sizes=sizes)
+            dims = self.dims | noted_dims(other)
+            self.log.compared(dims, self, other, equal=equal, sizes=sizes)
+            if isinstance(other, (int, float)):
+                self.log.ask(_formula(name, self, (other,)), function(plain(self), plain(other)), dims)
         return _reflected(self, name, other) if isinstance(other, _SYMBOLIC) else function(self, other)
 
     return compare
@@ -249,6 +379,7 @@ def _truth(base: Any) -> Callable[..., bool]:
     def truth(self: Any) -> bool:
         if not self.product:
             self.log.compared(self.dims, self)
+            self.log.ask(_formula("bool", self, ()), bool(plain(self)), self.dims)
         return bool(base.__bool__(self))
 
     return truth
@@ -257,9 +388,14 @@ def _truth(base: Any) -> Callable[..., bool]:
 def _hash(base: Any) -> Callable[..., int]:
     def hashed(self: Any) -> int:  # a key of a table
         self.log.compared(self.dims, self)
+        self.log.ask(self.formula, plain(self), self.dims)
         return int(base.__hash__(self))
 
     return hashed
+
+
+def _left(value: Any, kept: bool) -> Any:
+    return plain(value) if kept else int(plain(value))
 
 
 def _leaves(base: Any, name: str) -> Callable[..., Any]:
@@ -267,6 +403,8 @@ def _leaves(base: Any, name: str) -> Callable[..., Any]:
 
     def leave(self: Any, *given: Any) -> Any:
         self.log.escaped(self.dims)
+        kept = name not in ("__int__", "__index__")
+        self.log.ask(self.formula if kept else _formula("int", self, ()), _left(self, kept), self.dims)
         return function(self, *given)
 
     return leave

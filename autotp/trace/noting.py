@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from autotp.trace.hooks import aside, sizes
-from autotp.trace.noted import Dim, Notes, noted, noted_dims
+from autotp.trace.noted import Dim, Formula, Notes, Size, formula_of, is_noted, noted, noted_dims, plain
 from autotp.trace.source import is_library
 
 __all__ = ["by_shape", "noting", "shape_name"]
@@ -25,14 +26,16 @@ def noting(name_of: Name) -> Iterator[Notes]:
     log = Notes()
     replaced = _readers(name_of, log)
     before = {name: vars(torch.Tensor).get(name, _INHERITED) for name in replaced}
-    numel = torch.numel
+    patched: Any = builtins
+    numel, counting = torch.numel, patched.range
     try:
         for name, reader in replaced.items():
             setattr(torch.Tensor, name, reader)
         torch.numel = replaced["numel"]
+        patched.range = _counting(log)
         yield log
     finally:
-        torch.numel = numel
+        torch.numel, patched.range = numel, counting
         for name, was in before.items():
             if was is _INHERITED:
                 delattr(torch.Tensor, name)
@@ -54,6 +57,27 @@ def shape_name(tensor: torch.Tensor) -> str:
     return by_shape(sizes(tensor))
 
 
+def _counting(log: Notes) -> Any:
+    """What stands in the place of `range`, which reads a number unseen."""
+
+    class Kind(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, _RANGE)
+
+    class Range(metaclass=Kind):
+        def __new__(cls, *numbers: Any) -> Any:
+            for number in numbers:
+                if is_noted(number):
+                    log.escaped(noted_dims(number))
+                    log.ask(formula_of(number), plain(number), noted_dims(number))
+            return _RANGE(*map(plain, numbers))
+
+    return Range
+
+
+_RANGE = range
+
+
 def _own() -> bool:
     """Whether the code that called the caller is the model's."""
     return not is_library(sys._getframe(2).f_code.co_filename)
@@ -63,6 +87,7 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
     """What stands in the place of the methods of tensors that tell sizes, or compare with them."""
     base: Any = torch._C.TensorBase
     measured: Any = torch.Tensor.__len__
+    iterated: Any = torch.Tensor.__iter__
 
     def dims_of(tensor: torch.Tensor) -> frozenset[Dim]:
         name = name_of(tensor)
@@ -76,17 +101,28 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
         dims = [frozenset([(name, d)]) for d in range(len(shape))]
         return torch.Size(
             [
-                noted(n, d, log, True, size=True) if type(n) is int else n
+                noted(n, d, log, True, size=True, formula=Size(next(iter(d)), n)) if type(n) is int else n
                 for n, d in zip(shape, dims, strict=True)
             ]
         )
+
+    def counted(tensor: torch.Tensor) -> Any:
+        """The formula of the number of elements."""
+        name = name_of(tensor)
+        formula: Formula = 1
+        shape = base.shape.__get__(tensor)
+        if name is None or any(type(n) is not int for n in shape):
+            return None
+        for d, n in enumerate(shape):
+            formula = ("({0} * {1})", formula, Size((name, d), n))
+        return formula
 
     def read_shape(tensor: torch.Tensor) -> Any:
         shape = base.shape.__get__(tensor)
         if not _own():
             return shape
         found = sized(tensor, shape)
-        log.read(frozenset().union(*map(noted_dims, found)))
+        log.read(frozenset().union(*map(noted_dims, found)), *found)
         return found
 
     def read_size(tensor: torch.Tensor, dim: Any = None) -> Any:
@@ -95,12 +131,13 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
             return found
         whole = sized(tensor, base.shape.__get__(tensor))
         found = whole if dim is None else whole[dim] if isinstance(dim, int) else found
-        log.read(frozenset().union(*map(noted_dims, found if dim is None else [found])))
+        each = found if dim is None else [found]
+        log.read(frozenset().union(*map(noted_dims, each)), *each)
         return found
 
     def count(tensor: torch.Tensor) -> Any:
         number = base.numel(tensor)
-        return noted(number, dims_of(tensor), log, True) if _own() else number
+        return noted(number, dims_of(tensor), log, True, formula=counted(tensor)) if _own() else number
 
     def read_bytes(tensor: torch.Tensor) -> Any:
         number = base.nbytes.__get__(tensor)
@@ -113,7 +150,14 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
     def length(tensor: torch.Tensor) -> Any:
         if _own() and (name := name_of(tensor)) is not None:
             log.escaped(frozenset([(name, 0)]))
+            number = measured(tensor)
+            log.ask(Size((name, 0), number), number, frozenset([(name, 0)]))
         return measured(tensor)
+
+    def iterate(tensor: torch.Tensor) -> Any:
+        if _own() and (name := name_of(tensor)) is not None and (shape := base.shape.__get__(tensor)):
+            log.ask(Size((name, 0), shape[0]), shape[0], frozenset([(name, 0)]))
+        return iterated(tensor)
 
     def bounded(tensor: torch.Tensor, key: Any) -> None:
         """Note the bounds of slices in `tensor[key]`, each compared with its dim."""
@@ -137,6 +181,7 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
     return {
         "shape": property(read_shape), "size": read_size, "numel": count, "nelement": count,
         "nbytes": property(read_bytes), "stride": read_stride, "__len__": length,
+        "__iter__": iterate,
         "__getitem__": taken, "__setitem__": put,
     }  # fmt: skip
 

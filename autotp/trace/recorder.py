@@ -37,7 +37,7 @@ from autotp.trace.graph import (
 from autotp.trace.hooks import MISSING
 from autotp.trace.layers import Layers
 from autotp.trace.noted import plain
-from autotp.trace.noting import noting
+from autotp.trace.noting import noting, shape_name
 from autotp.trace.operands import gives_number, tensors_of, written_by
 from autotp.trace.overwritten import Overwritten
 from autotp.trace.remembered import Forgotten, Remembered
@@ -175,7 +175,7 @@ def _record(
             args, kwargs = fakes.args, fakes.kwargs
             if guide is None:  # what a guide finds in frames are plain numbers
                 notes = stack.enter_context(noting(recorder.size_owner))
-                recorder.trace.compared = notes.compares
+                recorder.trace.compared, recorder.trace.asked = notes.compares, notes.asked
                 if numbers:
                     names = [name for name, _ in parameters_of(module.forward)]
                     args, kwargs = notes.arguments(names, args, kwargs)
@@ -188,6 +188,7 @@ def _record(
                 if then is not None:
                     recorder.finish(out)
                     recorder.trace.calls = {}
+                    recorder.trace.asked.append({})
                     args, kwargs = recorder.paused(then, out, (args, kwargs))
                     recorder.place(args, kwargs, "step ")
                     out = module(*args, **kwargs)
@@ -269,10 +270,12 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             self.running = was
 
     def size_owner(self, tensor: torch.Tensor) -> str | None:
-        """What a size is said to come from; nothing, where a layer is only compared with another."""
-        if not self.recording or self.repeats.following is not None:
+        """What a size is said to come from."""
+        if not self.recording:
             return None
         with hooks.aside():
+            if self.repeats.following is not None:  # a layer that is only compared with another
+                return shape_name(tensor)
             return self.place_of(tensor)
 
     def asked(self) -> None:
