@@ -16,6 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Notes:
         self.compares: list[Compared] = []
         self.asked: list[dict[Asked, None]] = [{}]
         self._known: set[tuple[Any, ...]] = set()
+        self._inside: dict[int, tuple[CodeType, tuple[str, int, int]]] = {}  # a code keeps its id
 
     def ask(self, formula: Formula, outcome: Any, dims: frozenset[Dim], *, unseen: bool = False) -> None:
         """The code that called the caller gets this outcome."""
@@ -105,8 +107,11 @@ class Notes:
         code = frame.f_code
         if is_library(code.co_filename):
             return
-        lines = [line for _, _, line in code.co_lines() if line is not None]
-        inside = (shown(code.co_filename), min(lines), max(lines))
+        known = self._inside.get(id(code))
+        if known is None:
+            lines = [line for _, _, line in code.co_lines() if line is not None]
+            known = self._inside[id(code)] = code, (shown(code.co_filename), min(lines), max(lines))
+        inside = known[1]
         self.asked[-1][Asked(formula, outcome, dims, inside, frame.f_lineno, unseen)] = None
 
     def argument(self, name: str, value: Any) -> Any:
