@@ -50,8 +50,8 @@ def _decides() -> bool:
         frame = frame.f_back
     last = ""
     for each in dis.get_instructions(frame.f_code):
-        if "JUMP_IF" in each.opname or "JUMP_FORWARD_IF" in each.opname or "JUMP_BACKWARD_IF" in each.opname:
-            if last != "WITH_EXCEPT_START":
-                return True
+        jumps = "JUMP" in each.opname and "_IF_" in each.opname
+        if jumps and last != "WITH_EXCEPT_START":
+            return True
         last = each.opname
     return False
