@@ -30,12 +30,12 @@ from autotp.propagate.engine import propagate
 from autotp.propagate.findings import finding_at, finding_in
 from autotp.propagate.given import calls_of, guard_of
 from autotp.propagate.mapped import counted
-from autotp.propagate.merged import Sum, between, meeting, merged
+from autotp.propagate.merged import Sum, between, meeting, merged, within_layers
 from autotp.propagate.ops import draws
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
-from autotp.propagate.repeated import Unlike, marks, spread
+from autotp.propagate.repeated import Unlike, for_twins, marks, spread, with_twins
 from autotp.propagate.size_guards import size_guards
 from autotp.rewrite.attributes import names_in
 from autotp.rewrite.edits.edit import Edits
@@ -94,8 +94,7 @@ def prove_call(module: nn.Module, before: Analysis, mode: Mode) -> Proof:
     """
     matches, inventory = before.matches, before.inventory
     samples = Samples(mode.args, mode.kwargs, "given") if mode.then is None else Samples((), {}, "given")
-    layers = Layers() if before.code or before.unreduced else Layers.of(module, marks(matches))
-    for each in (layers, Layers()):
+    for each in (Layers.of(module, marks(matches)), Layers()):
         with untouched(module), _uncollected(), contextlib.suppress(Unlike):
             trace = mode.capture(module, layers=each)
             found = Captured([(mode, trace)], layers=each, given=[(mode, trace.given.get("", []), trace)])
@@ -262,11 +261,13 @@ class _Prover:
         there are none, or the code cannot be edited so."""
         rows = merged(before.values()) if self.stands is None else frozenset(self.stands[0].unreduced)
         met = meeting(before, rows)
-        rows |= between(met)
+        rows = with_twins(traces.values(), rows | between(met))
         if not rows or (self.stands is None and is_looked_at(self.module, rows)):
             return None
-        if self.repeats:
-            raise Unlike  # the edits of every layer are looked for
+        if self.repeats and not all(
+            within_layers(traces[mode], one) for mode, each in met.items() for one in each.values()
+        ):
+            raise Unlike
         settled = self._settled()
         self._let_out(rows)
         found = self._propagated(traces, rows, met)
@@ -301,7 +302,8 @@ class _Prover:
         proof.calls.update({path: max(n, proof.calls.get(path, 0)) for path, n in calls.items()})
         proof.copied |= whole.copied.keys() | whole.repeated.keys()
         proof.uncopied |= whole.uncopied
-        proof.mapped |= counted([*whole.mapped.items(), *((node, ("copy",)) for node, _ in whole.copied_in)])
+        counts = counted([*whole.mapped.items(), *((node, ("copy",)) for node, _ in whole.copied_in)])
+        proof.mapped |= for_twins(whole.trace, counts)
         read = {path: tuple(node.name for node in inputs) for path, inputs in whole.copied.items()}
         for path, names in (read | whole.repeated).items():
             self.inputs.setdefault(path, {})[mode] = names

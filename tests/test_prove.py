@@ -103,10 +103,12 @@ def test_a_shard_left_on_the_model_is_told():
         pytest.param("bart", {"encoder_layers": 4, "decoder_layers": 4}, FFN, marks=pytest.mark.slow),
         pytest.param("whisper", {"encoder_layers": 4, "decoder_layers": 4}, FFN, marks=pytest.mark.slow),
         pytest.param("gpt_neox", {}, None, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, None, marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_repeat_are_proven_as_if_each_were_recorded(name, changes, plan, monkeypatch):
-    """The same cuts, reads, regions, shared copies, calls and notes, with every layer recorded or not."""
+    """The same cuts, reads, regions, shared copies, calls and notes, with every layer recorded or not; the
+    same edits (gpt2), one reduce for each layer's branches (gpt_neox)."""
     from autotp import prove
     from autotp.decide import decide_with_proof
 
@@ -122,7 +124,9 @@ def test_layers_that_repeat_are_proven_as_if_each_were_recorded(name, changes, p
     proofs = [decide_with_proof(model, plan, tp=3, every=every)[1] for every in (False, True)]
     assert repeated[0] > 2 and repeated[-1] == 0
     for field in dataclasses.fields(prove.Proof):
-        if field.name not in ("propagations", "shared"):
+        if field.name == "edits":
+            assert set(proofs[0].edits.edits) == set(proofs[1].edits.edits)
+        elif field.name not in ("propagations", "shared"):
             assert getattr(proofs[0], field.name) == getattr(proofs[1], field.name), field.name
     assert len(set(map(frozenset, proofs[0].shared))) == len(proofs[1].shared)
     assert set(map(frozenset, proofs[0].shared)) == set(map(frozenset, proofs[1].shared))

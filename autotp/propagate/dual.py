@@ -24,6 +24,7 @@ from autotp.propagate.heads import GATHER, HELP
 from autotp.propagate.mapped import MARK, stripped
 from autotp.propagate.ops import arguments_of, op_name, silent, spoken
 from autotp.propagate.propagation import Finding, Propagation
+from autotp.propagate.repeated import Unlike, same_repeats
 from autotp.trace.graph import GRADIENT, REPEATED, Trace, TraceError, Val
 
 __all__ = ["compare", "failed", "local_call"]
@@ -58,7 +59,10 @@ def local_call(whole: Propagation, node: fx.Node, rank: int) -> Local:
 
 def compare(whole: Propagation, local: Trace, rank: int, *, broken: bool = False) -> Finding | None:
     """The first op where a rank's run is not its part of the whole run; `broken` for a run that raised, of
-    which only the beginning is there."""
+    which only the beginning is there.
+
+    Raises Unlike where a rank leaves out other layers that repeat each other.
+    """
     return _Comparison(whole, rank).run(local, broken=broken)
 
 
@@ -102,6 +106,8 @@ class _Comparison:
             i, j = i + 1, j + 1
         if broken:
             return None
+        for node in filter(silent, (*wanted[i:], *got[j:])):
+            self.ids[node] = self._seen(node.all_input_nodes[0])
         for mark in (n for n in got[j:] if op_name(n) == MARK):
             finding = self._marked(mark)
             if finding is not None:
@@ -115,6 +121,8 @@ class _Comparison:
                 f"a rank's smaller sizes take another branch",
                 source=node,
             )
+        if not same_repeats(self.whole.trace, local, self._seen, self._id):
+            raise Unlike
         return self._ends(local) or self._numbers(local) or compared_otherwise(self.whole, local, self.rank)
 
     def _ends(self, local: Trace) -> Finding | None:
@@ -164,6 +172,8 @@ class _Comparison:
     def _seen(self, node: fx.Node) -> Any:
         """A value of the whole trace as its readers must see it: behind its mappings."""
         found = self._id(node)
+        if node.target is REPEATED:
+            found = (str(REPEATED), self._seen(node.all_input_nodes[0]), node.args[1])
         for step in self.whole.mapped.get(node, ()):
             found = found if step == "copy" and not _grad(node) else (step, found)
         return found

@@ -28,8 +28,9 @@ from autotp.propagate.ops import arguments_of, draws, op_name
 from autotp.propagate.pointwise import LINEAR_IN_ONE
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.regions import border
+from autotp.trace.graph import Trace
 
-__all__ = ["Sum", "between", "meeting", "merged", "sums"]
+__all__ = ["Sum", "between", "meeting", "merged", "sums", "within_layers"]
 
 _SHAPES = frozenset(["view", "reshape", "_unsafe_view"])
 
@@ -154,6 +155,19 @@ def meeting(wholes: Mapping[str, Propagation], rows: frozenset[str]) -> dict[str
         mode: {node: one for node, one in sums(whole).items() if rows.issuperset(one.paths)}
         for mode, whole in wholes.items()
     }
+
+
+def within_layers(trace: Trace, one: Sum) -> bool:
+    """Whether a sum lies in one layer where others repeat that, and none of these reads a part of it."""
+    top = one.nodes[-1] if one.nodes else None
+    given = {here for repeat in trace.repeats for _, here in repeat.given}
+    parts = {value for node in one.nodes for value in (node, *node.all_input_nodes)} - {
+        v for _, v in one.shared
+    }
+    if not given.isdisjoint(parts - {top}):
+        return False
+    layers = {r.of for r in trace.repeats if any(p == r.of or p.startswith(f"{r.of}.") for p in one.paths)}
+    return all(layers <= {path for path, _ in node.meta["stack"]} for node in one.nodes)
 
 
 def between(met: Mapping[str, Mapping[fx.Node, Sum]]) -> frozenset[str]:

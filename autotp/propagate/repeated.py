@@ -7,19 +7,18 @@ alike, and where no mapping stands around both. If any of it is not so, the whol
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autotp.match import Matches
-from autotp.propagate.ops import SILENT, op_name
 from autotp.propagate.propagation import Propagation
 from autotp.trace.graph import REPEATED, Repeat, Trace
 
-__all__ = ["Unlike", "marks", "same_repeats", "spread"]
+__all__ = ["Unlike", "for_twins", "marks", "same_repeats", "spread", "with_twins"]
 
 
 class Unlike(Exception):
@@ -105,31 +104,47 @@ def _parts(table: Mapping[str, Any], layers: set[str]) -> dict[str, dict[str, An
     return found
 
 
-def same_repeats(whole: Trace, local: Trace) -> bool:
-    """Whether the same layers are left out of both, repeating the same on the same values."""
-    return _repeats(whole) == _repeats(local)
+def same_repeats(
+    whole: Trace, local: Trace, ours: Callable[[fx.Node], Any], theirs: Callable[[fx.Node], Any]
+) -> bool:
+    """Whether the same layers are left out of both, repeating the same on the same values: those of which
+    `ours` and `theirs` say the same."""
+    return _repeats(whole, ours) == _repeats(local, theirs)
 
 
-def _repeats(trace: Trace) -> list[Any]:
+def _repeats(trace: Trace, said: Callable[[fx.Node], Any]) -> list[Any]:
     """The repetitions, and what each is given, in names that both traces have."""
-    ids: dict[fx.Node, Any] = {}
-    ops = 0
-    for node in trace.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            ids[node] = (node.op, node.meta["name"])
-        elif node.target in (REPEATED, operator.getitem):
-            ids[node] = (str(node.target), ids[node.all_input_nodes[0]], node.args[1])
-        elif node.op == "call_function" and op_name(node) in SILENT:
-            ids[node] = ids[node.all_input_nodes[0]]
-        elif node.op == "call_function":
-            ids[node], ops = (ops,), ops + 1
     paths = [r.path for r in trace.repeats]
 
     def own(repeat: Repeat, there: Any, here: Any) -> bool:
         """A tensor of the layer itself, that a property handed out in an earlier call."""
-        if there[:1] != ("get_attr",) or here[:2] != (str(REPEATED), there):
+        if there[:1] != ("tensor",) or here[:2] != (str(REPEATED), there):
             return False
         return repeat.renamed(there[1]) is not None and paths[here[2]] == repeat.path
 
-    given = [(r, [(ids[a], ids[b]) for a, b in r.given]) for r in trace.repeats]
+    given = [(r, [(said(a), said(b)) for a, b in r.given]) for r in trace.repeats]
     return [(r.path, r.of, r.call, [pair for pair in pairs if not own(r, *pair)]) for r, pairs in given]
+
+
+def for_twins(trace: Trace, counts: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
+    """What was counted of each module, (module, what) -> how often, and of those that repeat it."""
+    found = Counter(counts)
+    for repeat in trace.repeats:
+        twins = (((repeat.renamed(path), what), number) for (path, what), number in counts.items())
+        found.update(
+            {(path, what): number for (path, what), number in twins if path and (path, what) not in found}
+        )
+    return found
+
+
+def with_twins(traces: Iterable[Trace], paths: frozenset[str]) -> frozenset[str]:
+    """These modules, and those of the layers that repeat theirs.
+
+    Raises Unlike where a layer has others than the one that it repeats.
+    """
+    repeats = [repeat for trace in traces for repeat in trace.repeats]
+    found = paths | {twin for names in _twins(repeats, paths) for _, twin in names}
+    parts = _parts(dict.fromkeys(found), {path for r in repeats for path in (r.path, r.of)})
+    if any(parts.get(r.path, {}) != parts.get(r.of, {}) for r in repeats):
+        raise Unlike
+    return found

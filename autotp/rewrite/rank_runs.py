@@ -1,7 +1,7 @@
 """Each rank that differs runs the module once in every mode: the search for edits, and the proof of them.
 
-Where layers that repeat each other are left out, each rank must leave out the same ones, and there must be
-nothing to edit or to say: that is said of every layer.
+Where layers that repeat each other are left out, each rank must leave out the same ones, edited alike, and
+there must be nothing to say: that is said of every layer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from autotp.match import Matches
-from autotp.propagate import dual
 from autotp.propagate.as_rank import distinct_ranks, trace_rank
 from autotp.propagate.propagation import Propagation
-from autotp.propagate.repeated import Unlike, same_repeats
+from autotp.propagate.repeated import Unlike
 from autotp.rewrite.edits.bind import Observed
 from autotp.rewrite.edits.edit import Edits
-from autotp.rewrite.edits.slow import slow
 from autotp.rewrite.edits.solve import Modes, failing, solve
 from autotp.trace.graph import Trace
 from autotp.trace.layers import Layers
@@ -42,15 +40,13 @@ class RankRuns:
     def solve(self, modes: Modes) -> Edits:
         """The edits with which every rank runs its part in these modes; a finding goes to its mode.
 
-        Raises Unlike where repeated layers are left out, and there is anything to edit or to say.
+        Raises Unlike where repeated layers are left out, and there is anything to say.
         """
-        if not modes or self.layers is not None:
-            if modes and any(slow(self.module, modes[0][1].cuts)):
-                raise Unlike  # an edit of every layer
-            self.check(modes, Edits())
+        if not modes:
             return Edits()
         edits, failed, finding = solve(self.module, modes, self._ranks(modes), self._run)
         if finding is not None:
+            self._unlike()
             next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
         return edits
 
@@ -60,17 +56,16 @@ class RankRuns:
 
         Raises Unlike where repeated layers are left out, and a rank does not run its part.
         """
-        ranks = self._ranks(modes)
-        if self.layers is None:
-            failed = failing(self.module, modes, ranks, self._run, edits, None if as_it_runs else Observed())
-            if failed is not None:
-                next(whole for mode, whole in modes if mode.name == failed[0]).findings.append(failed[2])
-            return
-        for mode, whole in modes:
-            for rank in ranks:
-                local = self._run(mode, whole, rank, None)
-                if not same_repeats(whole.trace, local) or dual.compare(whole, local, rank) is not None:
-                    raise Unlike
+        observed = None if as_it_runs else Observed()
+        failed = failing(self.module, modes, self._ranks(modes), self._run, edits, observed)
+        if failed is not None:
+            self._unlike()
+            next(whole for mode, whole in modes if mode.name == failed[0]).findings.append(failed[2])
+
+    def _unlike(self) -> None:
+        """What there is to say is said of every layer."""
+        if self.layers is not None:
+            raise Unlike
 
     def _ranks(self, modes: Modes) -> list[int]:
         return distinct_ranks(self.shapes, modes[0][1].cuts, self.matches.tp) if modes else []

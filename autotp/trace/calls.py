@@ -105,7 +105,8 @@ class Calls(Values):
             return old
         for was, now in zip(old, new, strict=True):
             if now is not None and now is not was:
-                self.repeats.break_off()
+                if not self.repeats.inside:
+                    self.repeats.break_off()
                 self._keep.append(now)
                 self._nodes[id(now)] = self.node(was)
         return tuple(was if now is None else now for was, now in zip(old, new, strict=True))

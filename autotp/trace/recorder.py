@@ -94,7 +94,8 @@ def record(
     `guide(op, args, kwargs)` sees each op call before it runs, and gives the one that runs in its place.
     `layers` are those that may repeat each other, and are recorded once where they do (`Trace.repeats`).
 
-    Raises TraceError when the forward raises.
+    Raises TraceError when the forward raises; with a guide Different, where a layer of `layers` is not what
+    it looks like.
     """
     if MISSING is not None:
         raise TraceError(f"this torch lacks a hook that the recorder needs ({MISSING})", "", None)
@@ -107,9 +108,10 @@ def record(
             numbers=numbers,
         )  # fmt: skip
 
-    # A guide is to see every op.
-    alike = layers if layers is not None and guide is None else Layers()
-    remember = guide is None and alike.remember
+    alike = layers if layers is not None else Layers()
+    if guide is not None:  # it sees every op, once
+        return once(alike, False)
+    remember = alike.remember
     for _ in range(_TRIES):
         try:
             trace = once(alike, remember)

@@ -18,6 +18,7 @@ from autotp.diagnostic import UnprovenPath
 from autotp.propagate import dual
 from autotp.propagate.call import Conflict
 from autotp.propagate.propagation import Finding, Propagation
+from autotp.propagate.repeated import Unlike
 from autotp.rewrite.edits.bind import Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Whole, Wrapper
 from autotp.rewrite.edits.guide import Guide
@@ -25,6 +26,7 @@ from autotp.rewrite.edits.slow import by_itself, slow
 from autotp.rewrite.edits.text import NoSource
 from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
+from autotp.trace.sameness import Different
 
 __all__ = ["Modes", "failing", "solve"]
 
@@ -41,7 +43,10 @@ def solve(
 ) -> tuple[Edits, str, Finding | None]:
     """The edits, and the finding that is left, with its mode: None when every rank is proven.
 
-    `run` records the module as a rank; `ranks` are those that differ.
+    `run` records the module as a rank; `ranks` are those that differ. Layers that repeat each other are
+    edited alike.
+
+    Raises Unlike where they are not alike on a rank.
     """
     return _Search(module, modes, list(ranks), run).run()
 
@@ -139,7 +144,7 @@ class _Search:
             if whole.trace.route != "recorder":
                 continue
             guide, tried = self._guide(edits, mode, whole, rank)
-            found += guide.edits
+            found += _alike(guide.edits, whole.trace)
             found += self._first_that_helps(tried, guide, edits, mode, whole)
             self.missing += [(m.node, m.why) for m in guide.missing]
         return found
@@ -156,6 +161,8 @@ class _Search:
                     return guide, guide.raised(error.__cause__)
                 except NoSource as lacking:
                     self.missing.append((whole.trace.ops()[0], str(lacking)))
+            except Different as error:
+                raise Unlike from error
         return guide, []
 
     def _first_that_helps(
@@ -163,9 +170,10 @@ class _Search:
     ) -> list[Edit]:
         """The first edit with which a run that raised goes further."""
         for edit in tried[:TRIES]:
-            further, _ = self._guide(edits | [*guide.edits, edit], mode, whole, guide.rank)
+            more = _alike([*guide.edits, edit], whole.trace)
+            further, _ = self._guide(edits | more, mode, whole, guide.rank)
             if further.progress > guide.progress or further.finished:
-                return [edit, *further.edits]
+                return _alike([edit, *further.edits], whole.trace)
         return []
 
     def _explained(self, finding: Finding) -> Finding:
@@ -180,6 +188,15 @@ class _Search:
                 conflict.code, conflict.message, blame=conflict.blame, notes=notes, help=conflict.help
             ),
         )
+
+
+def _alike(edits: list[Edit], trace: Trace) -> list[Edit]:
+    """The edits, and those of the layers that repeat the ones that are edited."""
+    found = list(edits)
+    for repeat in trace.repeats:
+        twins = ((edit, repeat.renamed(edit.module)) for edit in edits)
+        found += [replace(edit, module=path) for edit, path in twins if path is not None]
+    return list(dict.fromkeys(found))
 
 
 def _with_observed(edits: Edits, observed: Observed, given: set[int]) -> Edits:
