@@ -156,7 +156,8 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
 
     def iterate(tensor: torch.Tensor) -> Any:
         if _own() and (name := name_of(tensor)) is not None and (shape := base.shape.__get__(tensor)):
-            log.ask(Size((name, 0), shape[0]), shape[0], frozenset([(name, 0)]))
+            if type(shape[0]) is int:  # else values decide it
+                log.ask(Size((name, 0), shape[0]), shape[0], frozenset([(name, 0)]))
         return iterated(tensor)
 
     def bounded(tensor: torch.Tensor, key: Any) -> None:
