@@ -155,9 +155,10 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
         return measured(tensor)
 
     def iterate(tensor: torch.Tensor) -> Any:
-        if _own() and (name := name_of(tensor)) is not None and (shape := base.shape.__get__(tensor)):
-            if type(shape[0]) is int:  # else values decide it
-                log.ask(Size((name, 0), shape[0]), shape[0], frozenset([(name, 0)]))
+        shape = base.shape.__get__(tensor)
+        known = bool(shape) and type(shape[0]) is int  # else values decide it
+        if known and _own() and (name := name_of(tensor)) is not None:
+            log.ask(Size((name, 0), shape[0]), shape[0], frozenset([(name, 0)]))
         return iterated(tensor)
 
     def bounded(tensor: torch.Tensor, key: Any) -> None:
