@@ -96,26 +96,58 @@ def test_what_holds_for_some_numbers_of_rows_alone_is_refused():
 def test_the_first_rows_are_recorded_with_their_values(places, rows):
     class Walk(nn.Module):
         def forward(self, x: Tensor) -> list[Tensor]:
-            return [x[int(row)] for row in (x[:, 0] > 0).nonzero()]
+            return [x[row[0]] for row in (x[:, 0] > 0).nonzero()]
 
     trace = capture(Walk(), (torch.zeros(places, 2),), {})
-    selected = [n.args[2] for n in trace.ops() if n.target is torch.ops.aten.select.int]
+    ours = [n for n in trace.ops() if n.target is torch.ops.aten.select.int]
+    selected = [n.args[2] for n in ours if n.args[0].op == "placeholder"]
     assert trace.opaque == () and selected[-rows:] == list(range(rows))
     assert len(trace.outputs) == rows
 
 
-def test_a_loop_that_decides_by_the_row_is_not_looked_into():
-    class Identity(Experts):
+def decided(self, x, row):
+    return x if row[0] >= 3 else x @ self.mlp.up[:8]
+
+
+def called(self, x, row):
+    return decided(self, x, row)
+
+
+def numbered(self, x, row):
+    return x * int(row)
+
+
+def chosen_of_a_list(self, x, row):
+    return self.ways[row[0]](x)
+
+
+def compared(self, x, row):
+    return x if torch.equal(row, torch.tensor([3])) else -x
+
+
+def kept(self, x, row):
+    return x * {0: 1.0, 1: 2.0, 2: 3.0}.get(row.item(), 4.0)
+
+
+@pytest.mark.parametrize("does", [decided, called, numbered, chosen_of_a_list, compared, kept])
+def test_a_loop_that_asks_for_the_number_of_a_row_is_not_looked_into(does):
+    """Rows that are not recorded may go another way."""
+
+    class Asks(Experts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ways = (torch.abs, torch.abs, torch.abs, torch.tanh)
+
         def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             out = torch.zeros_like(x)
             for row in (chosen.sum(1) > 0).nonzero():
-                out = out + (x if row[0] >= 3 else x @ self.mlp.up[:8])
+                out = out + does(self, x, row)
             return out
 
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Identity()
+            self.inner = Asks()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x, x.topk(2, -1)[1], x)

@@ -46,7 +46,7 @@ from autotp.trace.source import outermost
 from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
 from autotp.trace.untouched import only_forward_is_new, untouched
 from autotp.trace.values import Known, val_of
-from autotp.trace.walked import rows_of
+from autotp.trace.walked import looks, rows_of
 
 _TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
@@ -214,6 +214,7 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         self._guide = guide
         self._remembered = Remembered(fakes.fakes, on=remember)
         self.overwritten = Overwritten()
+        self._walked: set[fx.Node] = set()  # rows of a loop that values decide, and what comes of them
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recording:
@@ -224,6 +225,11 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             self.repeats.break_off()
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         placed = self.argument(tuple(args)), self.argument(dict(kwargs))
+        walked = bool(self._walked) and any(map(self._of_rows, inputs))
+        if walked and self._guide is None and looks(func):
+            raise RuntimeError(
+                "a loop over rows that values decide asks for the number of a row: data-dependent"
+            )
         written = written_by(func, args, kwargs)
         mutated = [self.node(t) for t in written]
         if any(node.target is REPEATED for node in mutated):
@@ -244,6 +250,8 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             self.trace.graph.erase_node(node)
             return out
         node.meta["mutates"] = mutated
+        if walked:
+            self._walked.add(node)
         if isinstance(out, torch.Tensor):
             node.meta["val"] = val_of(out)
             self.bind(out, node)
@@ -263,13 +271,18 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             return self.paused(lambda: torch.tensor(DRAWN, dtype=dtype).reshape(args[0]))
         rows = rows_of(func, args, self.node)
-        if rows is not None:  # whose values are known, so that code may look at them
+        if rows is not None:  # whose values are known, so that code may index by them
+            self._walked.add(next(reversed(self.trace.graph.nodes)))
             return self.paused(lambda: [torch.tensor(row, device=args[0].device) for row in rows])
         was, self.running = self.running, True
         try:
             return self._remembered.run(func, args, kwargs)
         finally:
             self.running = was
+
+    def _of_rows(self, tensor: torch.Tensor) -> bool:
+        node = self.node(tensor)
+        return (node.all_input_nodes[0] if node.target is operator.getitem else node) in self._walked
 
     def size_owner(self, tensor: torch.Tensor) -> str | None:
         """What a size is said to come from."""

@@ -3,24 +3,33 @@
 A recording knows no values, so it does not know how many rows `nonzero` gives. A loop over them runs the
 same code for each: three show what the first one does to what it meets, and what each later one does to what
 the one before it left. The last element is left out where there are others: the experts of transformers
-count one class more than there are, that of tokens which go to none. A function that decides anything by an
-`if` may do something else with other rows: its loop is not looked into.
+count one class more than there are, that of tokens which go to none.
+
+Other rows may only have other numbers in the same ops. So a row may index a tensor, and nothing else may ask
+for its number: who takes `experts[int(row)]` or `if row > 3` may do something else with the rows that are not
+recorded, and the module around is not looked into.
 """
 
 from __future__ import annotations
 
-import dis
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["rows_of"]
+__all__ = ["looks", "rows_of"]
 
 _FEW = 3
 _UNBIND, _NONZERO = torch.ops.aten.unbind.int, torch.ops.aten.nonzero.default
+_aten = torch.ops.aten
+_NUMBERS = (
+    _aten.item.default, _aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default,
+    _aten.allclose.default,
+)  # fmt: skip
+_INDEX = ("taken", "put")
 
 
 def rows_of(
@@ -31,7 +40,7 @@ def rows_of(
     if func is not _UNBIND or (args[1] if len(args) > 1 else 0) != 0:
         return None
     made = node(args[0])
-    if made.target is not _NONZERO or _decides():
+    if made.target is not _NONZERO:
         return None
     mask = made.args[0]
     assert isinstance(mask, fx.Node)
@@ -41,17 +50,17 @@ def rows_of(
     return [[place] for place in range(min(_FEW, max(1, shape[0] - 1)))]
 
 
-def _decides() -> bool:
-    """Whether the function that walks has a branch of its own, besides its loops."""
+def looks(func: Any) -> bool:
+    """Whether an op that gives a number is asked for by anything but an index of a tensor (`noting.py`)."""
+    if func not in _NUMBERS:
+        return False
     frame = sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(
-        ("torch.", "autotp.")
-    ):
+    while frame.f_back is not None and _inside(frame):
+        if frame.f_code.co_name in _INDEX and frame.f_globals["__name__"] == "autotp.trace.noting":
+            return False
         frame = frame.f_back
-    last = ""
-    for each in dis.get_instructions(frame.f_code):
-        jumps = "JUMP" in each.opname and "_IF_" in each.opname
-        if jumps and last != "WITH_EXCEPT_START":
-            return True
-        last = each.opname
-    return False
+    return True
+
+
+def _inside(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(("torch.", "autotp."))
