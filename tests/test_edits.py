@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import autotp
 from tests import edited
@@ -29,6 +30,29 @@ def test_the_edits_of_every_layer_are_one_diff():
         "v = v.view(B, T, local(self.n_head), C // self.n_head).transpose(1, 2)",
         "return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, local(C)))",
     ]
+
+
+class OtherName(nn.Module):
+    """Its methods call the module something else than `self`."""
+
+    def __init__(this):
+        super().__init__()
+        this.heads, this.qkv, this.out = 6, nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def apart(module, self):
+        return self.view(*self.shape[:2], module.heads, 4)
+
+    def forward(this, x):
+        return this.out(this.apart(this.qkv(x)).softmax(-1).flatten(2))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_module_may_be_called_otherwise_than_self(tp):
+    model, x = OtherName(), torch.randn(2, 5, 24)
+    analysis = autotp.analyze(model, {"qkv": "column", "out": "row"}, tp=tp, inputs=x)
+    assert "return self.view(*self.shape[:2], local(module.heads), 4)" in analysis.edits
+    result = autotp.verify(model, analysis.plan, tp=tp, inputs=x)
+    assert result.ok and result.max_grad_diff < 1e-9, str(result)
 
 
 def test_one_expression_with_two_needs_is_refused():

@@ -58,7 +58,8 @@ def test_the_router_s_loss_and_experts_without_tokens(mixtral, given):
 
 @pytest.mark.slow
 def test_another_implementation_of_the_experts_is_proven_when_it_runs(mixtral):
-    """Generation takes another one in decoding; the mappings stand at the border of whatever runs."""
+    """Generation takes another one in decoding; the mappings stand at the border of whatever runs. What
+    cannot be traced here, kernels that this machine lacks and loops over values, raises."""
     model, analysis = mixtral
     logits, gradients = _step(copy.deepcopy(model))
 
@@ -69,6 +70,10 @@ def test_another_implementation_of_the_experts_is_proven_when_it_runs(mixtral):
             mine.set_experts_implementation(name)
             mine.zero_grad()
             found[name] = _step(mine)
+        for name in ("deepgemm", "sonicmoe", "eager"):
+            mine.config._experts_implementation = name
+            with pytest.raises(autotp.UnprovenPath, match=f"_experts_implementation_internal='{name}'"):
+                mine(input_ids=IDS)
         return found
 
     for found in simulate(2, rank):
