@@ -138,8 +138,9 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
 
 
 def _written(proof: Proof) -> frozenset[str]:
-    """The attributes of modules that the forward writes."""
-    return frozenset(place for whole in proof.propagations.values() for place in whole.trace.kept)
+    """The attributes of modules that the forward writes, and never reads what an earlier call left."""
+    every = (place for whole in proof.propagations.values() for place in whole.trace.kept)
+    return frozenset(place for place in every if place.rpartition(".")[2] not in proof.carried)
 
 
 def _digest(proof: Proof) -> str:

@@ -42,17 +42,21 @@ def not_run(found: Captured) -> Iterator[Diagnostic]:
             return
 
 
-def notes(whole: Propagation) -> Iterator[Diagnostic]:
-    """What a user should know of a proof that holds."""
+def notes(whole: Propagation, carried: frozenset[str]) -> Iterator[Diagnostic]:
+    """What a user should know of a proof that holds; a part that the next call reads (`carried` attributes)
+    is no such proof, since no trace shows that call."""
     for stored in whole.trace.stored:
         layouts = whole.layouts.get(stored.node, [INVARIANT])
         if not is_whole(layouts[0]):
+            read = not carried.isdisjoint(stored.name.split("."))
+            left = f"the forward leaves {stored.name} on the model, of which each rank holds its own part"
             yield Diagnostic(
                 "AT324",
-                f"the forward leaves {stored.name} on the model, of which each rank holds its own part",
-                severity="warning",
+                f"{left}, and the next call may read it" if read else left,
+                severity="error" if read else "warning",
                 source=stored.node.meta.get("source"),
                 notes=(f"{describe(layouts[0])}",),
+                help=("hand it from call to call as an argument and a result",) if read else (),
             )
     if whole.trace.opaque:
         yield Diagnostic(

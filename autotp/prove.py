@@ -42,6 +42,7 @@ from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
+from autotp.trace.carried import carried_in, codes_of
 from autotp.trace.graph import Trace, TraceError, parameters_of
 from autotp.trace.handed import handed
 from autotp.trace.inputs import Samples
@@ -157,6 +158,7 @@ class _Prover:
         """Prove every mode that was traced."""
         proof = self.proof
         self.repeats = any(trace.repeats for _, trace in found.traces)
+        proof.carried = carried_in([*codes_of(self.module), *(code for code, _ in found.watched.ran)])
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         traces = {mode.name: trace for mode, trace in found.traces}
@@ -321,7 +323,7 @@ class _Prover:
         ):
             proof.draws.add("train" if training else "eval")
         told = {d.message for d in proof.diagnostics}
-        proof.diagnostics += [d for d in notes(whole) if d.message not in told]
+        proof.diagnostics += [d for d in notes(whole, proof.carried) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
     def _solve(self, ran: list[tuple[Mode, Propagation]]) -> None:

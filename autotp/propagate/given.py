@@ -47,7 +47,7 @@ class Proven:
 
     `free` are the arguments in whose place any number may stand; `states` the calls that were proven with
     other attributes of the model than when it was sharded. `names` are those in the code that the traces
-    ran, `written` the attributes that the forward itself writes.
+    ran, `written` the attributes that the forward itself writes, and whose earlier value it never reads.
     """
 
     calls: frozenset[Traced]

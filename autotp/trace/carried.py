@@ -1,0 +1,67 @@
+"""Attributes that code reads before it writes them: what a forward leaves in one is read by the next call.
+
+    if self.kept is not None: h = h + self.kept        carried
+    self.kept = h
+    self.hidden = self.fc1(x); self.fc2(self.hidden)   not carried: written first, whatever way is taken
+    self.step += 1                                     not carried, if nothing else reads it
+
+Read off the bytecode of each function by itself. What one function writes and another one reads counts as
+carried, since nobody knows which runs first.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["carried_in", "codes_of"]
+
+
+def carried_in(codes: Iterable[CodeType]) -> frozenset[str]:
+    """The names of attributes of which these functions may read what an earlier call left."""
+    return frozenset[str]().union(*map(_carried, codes))
+
+
+def codes_of(module: nn.Module) -> Iterator[CodeType]:
+    """The methods of the classes of a model's modules, but for those of torch."""
+    kinds: set[Any] = {type(part) for part in module.modules()}
+    for kind in kinds:
+        yield from _methods(kind)
+
+
+@lru_cache(maxsize=1024)
+def _methods(kind: type[nn.Module]) -> tuple[CodeType, ...]:
+    own = (base for base in kind.__mro__[: kind.__mro__.index(nn.Module)])
+    functions = (
+        inspect.unwrap(value)
+        for base in own
+        if base.__module__.partition(".")[0] not in ("torch", "autotp")
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and not name.startswith("__")
+    )
+    return tuple(f.__code__ for f in functions if isinstance(f, FunctionType))
+
+
+@lru_cache(maxsize=4096)
+def _carried(code: CodeType) -> frozenset[str]:
+    written, counted, found = set[str](), set[str](), set[str]()
+    skipped = 0  # up to where a jump may pass instructions by
+    last = ""
+    for each in dis.get_instructions(code):
+        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+            skipped = max(skipped, each.argval)
+        if each.opname == "STORE_ATTR" and each.offset >= skipped:
+            written.add(each.argval)
+        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if last == "COPY":  # `x.step += 1` copies x first
+                counted.add(each.argval)
+            elif each.argval not in written or each.argval in counted:
+                found.add(each.argval)
+        last = each.opname if each.opname != "CACHE" else last
+    return frozenset(found).union(*(_carried(c) for c in code.co_consts if isinstance(c, CodeType)))
