@@ -197,9 +197,9 @@ CODES: dict[str, Code] = {
         "Leave whole what reaches it.",
     ),
     "AT324": Code(
-        "The forward leaves a tensor on the model, of which each rank holds its own part; an error where the "
-        "next call may read it.",
-        "Expect a part where you read it; hand it from call to call as an argument and a result.",
+        "The forward leaves a tensor on the model, of which each rank holds its own part. A call that reads "
+        "it raises.",
+        "Hand it from call to call as an argument and a result.",
     ),
     "AT325": Code(
         "Modules whose forward asks for values were not looked into; what they give is whole.",

@@ -35,7 +35,8 @@ class Proof:
     `branches` those of the code that handles sharded values which no mode took. `random_common` are modules
     inside of those in `random` that draw what all ranks share, `resting` those whose dropout on a shard has
     the rate 0. `given` are the calls of the model that were traced, `names` those in the code that ran,
-    `carried` the attributes that a call may read as an earlier one left them,
+    `carried` the attributes that a call may read as an earlier one left them, `left` those in which the
+    forward leaves a part of a tensor on each rank,
     `handed` the cut weights of layers that code around them reads without an op on them, and which code;
     `sizes`, of one more call, what comes out of what its code asks of the sizes of its inputs.
     """
@@ -64,4 +65,5 @@ class Proof:
     given: frozenset[Traced] = frozenset()
     names: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
+    left: set[str] = field(default_factory=set)
     handed: dict[str, frozenset[Reader]] = field(default_factory=dict)

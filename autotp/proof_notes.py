@@ -9,11 +9,14 @@ from autotp.match import Matches
 from autotp.placement import INVARIANT, describe, is_whole
 from autotp.propagate.diagnose import rule_line
 from autotp.propagate.propagation import Propagation
-from autotp.trace.graph import TraceError
+from autotp.trace.graph import Output, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.modes import Captured
 
-__all__ = ["copied_at_times", "handled", "not_run", "notes", "unreached_layers", "untraceable"]
+__all__ = [
+    "copied_at_times", "handled", "left_parts", "not_run", "notes", "reads_left", "unreached_layers",
+    "untraceable",
+]  # fmt: skip
 
 
 def copied_at_times(path: str) -> Diagnostic:
@@ -42,22 +45,33 @@ def not_run(found: Captured) -> Iterator[Diagnostic]:
             return
 
 
-def notes(whole: Propagation, carried: frozenset[str]) -> Iterator[Diagnostic]:
-    """What a user should know of a proof that holds; a part that the next call reads (`carried` attributes)
-    is no such proof, since no trace shows that call."""
-    for stored in whole.trace.stored:
-        layouts = whole.layouts.get(stored.node, [INVARIANT])
-        if not is_whole(layouts[0]):
-            read = not carried.isdisjoint(stored.name.split("."))
-            left = f"the forward leaves {stored.name} on the model, of which each rank holds its own part"
+def left_parts(whole: Propagation) -> list[Output]:
+    """What the forward leaves on the model of which each rank holds its own part."""
+    return [s for s in whole.trace.stored if not is_whole(whole.layouts.get(s.node, [INVARIANT])[0])]
+
+
+def reads_left(whole: Propagation, left: frozenset[str]) -> Iterator[Diagnostic]:
+    """What an earlier call `left`, a part on each rank, and this one reads: its trace takes it for whole."""
+    for node in whole.trace.graph.nodes:
+        if node.op == "get_attr" and node.users and node.meta["name"] in left:
             yield Diagnostic(
                 "AT324",
-                f"{left}, and the next call may read it" if read else left,
-                severity="error" if read else "warning",
-                source=stored.node.meta.get("source"),
-                notes=(f"{describe(layouts[0])}",),
-                help=("hand it from call to call as an argument and a result",) if read else (),
+                f"{node.meta['name']} is read, of which an earlier call left each rank its own part",
+                source=next(iter(node.users)).meta.get("source"),
+                help=("hand it from call to call as an argument and a result",),
             )
+
+
+def notes(whole: Propagation) -> Iterator[Diagnostic]:
+    """What a user should know of a proof that holds."""
+    for stored in left_parts(whole):
+        yield Diagnostic(
+            "AT324",
+            f"the forward leaves {stored.name} on the model, of which each rank holds its own part",
+            severity="warning",
+            source=stored.node.meta.get("source"),
+            notes=(describe(whole.layouts[stored.node][0]),),
+        )
     if whole.trace.opaque:
         yield Diagnostic(
             "AT325",

@@ -22,7 +22,16 @@ from autotp.inventory import Inventory
 from autotp.match import Matches
 from autotp.placement import INVARIANT, Shard, is_whole
 from autotp.proof import Proof
-from autotp.proof_notes import copied_at_times, handled, not_run, notes, unreached_layers, untraceable
+from autotp.proof_notes import (
+    copied_at_times,
+    handled,
+    left_parts,
+    not_run,
+    notes,
+    reads_left,
+    unreached_layers,
+    untraceable,
+)
 from autotp.propagate.borders import borders, mixed_random
 from autotp.propagate.compared import asked_of_cuts, comparisons
 from autotp.propagate.diagnose import diagnose
@@ -177,6 +186,8 @@ class _Prover:
                 proof.diagnostics += diagnose(whole)
                 return
             trains = mode.training or mode.name in covering
+            if self.stands is not None and self.stands[0].given is not None:
+                proof.diagnostics += reads_left(whole, self.stands[0].given.left)
             self._keep(mode.name, whole, training=mode.training, trains=trains)
         proof.diagnostics += self._at_other_sizes([whole for _, whole in ran])
         self._guard(found, [*handled(whole for _, whole in ran)])
@@ -322,8 +333,9 @@ class _Prover:
             if n.op == "call_function"
         ):
             proof.draws.add("train" if training else "eval")
+        proof.left |= {stored.name for stored in left_parts(whole)}
         told = {d.message for d in proof.diagnostics}
-        proof.diagnostics += [d for d in notes(whole, proof.carried) if d.message not in told]
+        proof.diagnostics += [d for d in notes(whole) if d.message not in told]
         self.reached |= whole.reached if whole.cuts else calls.keys()
 
     def _solve(self, ran: list[tuple[Mode, Propagation]]) -> None:

@@ -84,15 +84,39 @@ def test_calls_that_earlier_ones_decide_are_right_or_raise(does, right):
         assert all(torch.allclose(y, z, atol=1e-6) for y, z in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("first", [None, torch.zeros(1)])
 @pytest.mark.parametrize("does", [added, averaged])
-def test_a_part_that_the_next_call_reads_is_refused(does):
-    analysis = autotp.analyze(Left(does).eval(), PLAN, tp=2, inputs=X)
-    told = [(d.code, d.severity) for d in analysis.diagnostics if d.severity != "note"]
-    assert told == [("AT324", "error")]
-    (found,) = [d.message for d in analysis.diagnostics if d.severity == "error"]
-    assert found.startswith("the forward leaves kept on the model") and found.endswith(
-        "the next call may read it"
-    )
+def test_a_call_that_reads_what_an_earlier_one_left_in_parts_raises(does, first):
+    """Read by a mean, or as one number, a part raises nothing by its shape."""
+    model = Left(does).eval()
+    model.kept = first
+    analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)
+    assert [(d.code, d.severity) for d in analysis.diagnostics] == [("AT324", "warning")]
+    right = copy.deepcopy(model)(X)
+
+    def rank(group):
+        mine = apply(copy.deepcopy(model), analysis, group)
+        found = mine(X)
+        with pytest.raises(
+            UnprovenPath, match="kept is read, of which an earlier call left each rank its own"
+        ):
+            mine(X)
+        return found
+
+    assert all(torch.allclose(found, right, atol=1e-6) for found in simulate(2, rank))
+
+
+def test_a_part_that_is_left_and_not_read_is_no_matter():
+    model = Left(shown).eval()
+    analysis = autotp.analyze(model, PLAN, tp=2, inputs=X)
+
+    def rank(group):
+        mine = apply(copy.deepcopy(model), analysis, group)
+        return [mine(X), mine(X), mine(-X)]
+
+    for found in simulate(2, rank):
+        for y, x in zip(found, (X, X, -X), strict=True):
+            assert torch.allclose(y, model(x), atol=1e-6)
 
 
 def test_what_is_written_first_is_not_carried():

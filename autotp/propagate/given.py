@@ -47,12 +47,14 @@ class Proven:
 
     `free` are the arguments in whose place any number may stand; `states` the calls that were proven with
     other attributes of the model than when it was sharded. `names` are those in the code that the traces
-    ran, `written` the attributes that the forward itself writes, and whose earlier value it never reads.
+    ran, `written` the attributes that the forward itself writes, and whose earlier value it never reads,
+    `left` those in which it leaves a part of a tensor on each rank.
     """
 
     calls: frozenset[Traced]
     names: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
     states: dict[str, set[Traced]] = field(default_factory=dict)
 

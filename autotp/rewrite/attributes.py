@@ -39,7 +39,9 @@ _Place = tuple[str, tuple[str, ...]]
 class Attributes:
     """The attributes of one model. `state` says which are others than when it was sharded: "" for none."""
 
-    def __init__(self, model: nn.Module, names: frozenset[str], written: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, names: frozenset[str], written: frozenset[str], left: frozenset[str]
+    ) -> None:
         self.state = ""
         self.values: dict[_Place, dict[str, Any]] = {}
         self.dtype = _dtype(model)
@@ -51,11 +53,13 @@ class Attributes:
             if not place[1] and _has_one_way(model.get_submodule(path)):
                 continue
             read = names | _read_by(_class(model, path))
+            names_of = {key: ".".join(filter(None, (path, *place[1], key))) for key in held}
             kept = {
                 key: _kept(value)
                 for key, value in held.items()
-                if key in read and _is_plain(value) and (place[1] or key not in _OF_MODULES)
-                if ".".join(filter(None, (path, *place[1], key))) not in written
+                if (key in read and _is_plain(value) and (place[1] or key not in _OF_MODULES))
+                or names_of[key] in left
+                if names_of[key] not in written
             }
             if kept:
                 self.values[place] = kept
@@ -198,7 +202,7 @@ def _kept(value: Any) -> Any:
 
 
 def _same(now: Any, value: Any) -> bool:
-    if type(now) is not type(value):
+    if type(now) is not type(value) or isinstance(now, torch.Tensor):
         return False
     try:
         return bool(now == value)

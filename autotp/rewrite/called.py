@@ -44,7 +44,8 @@ def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
     if analysis.given is None:
         return None
     guard = Called(model, analysis)
-    attributes = Attributes(model, analysis.given.names, analysis.given.written)
+    given = analysis.given
+    attributes = Attributes(model, given.names, given.written, given.left)
     model.__dict__["forward"] = _Forward(model, model.__dict__.get("forward"), guard, attributes)
     return guard
 

@@ -160,6 +160,7 @@ def _differs(proof: Proof, analysis: Analysis) -> str:
             or drawn & {*analysis.random}
             or inside - {*analysis.random_common}
         ),
+        "left": analysis.given is not None and bool(proof.left - analysis.given.left),
     }
     other = [what for what, is_other in told.items() if is_other]
     return f"the model would have to be {_WHAT[other[0]]}" if other else ""
@@ -172,6 +173,7 @@ _WHAT = {
     "copied": "given other copies before its column layers",
     "reduced": "given other sums after its row layers",
     "random": "given other streams of random numbers",
+    "left": "watched for other parts of tensors that it leaves on itself",
 }
 
 
