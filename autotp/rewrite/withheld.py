@@ -46,6 +46,7 @@ class _Withheld(Tensor):
 def withheld(tensor: Tensor, name: str) -> Tensor:
     """A stand-in for a cut tensor, known as `name`.
 
+    >>> import torch
     >>> withheld(torch.zeros(2, 3), "fc.weight").shape
     torch.Size([2, 3])
     """
