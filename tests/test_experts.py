@@ -25,7 +25,7 @@ IDS = torch.randint(0, 97, (3, 7), generator=torch.Generator().manual_seed(0))
 def mixtral():
     """The model, and what is proven of it on two ranks."""
     sizes = {
-        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
         "router_aux_loss_coef": 5.0,
     }  # fmt: skip

@@ -142,19 +142,26 @@ def test_no_retry_where_nothing_would_be_left():
     assert caught.value.module == "1"
 
 
+IDS = {"input_ids": torch.arange(2 * 5).reshape(2, 5)}
+
+
 def minilm():
     from transformers import AutoModel
 
     from tests.checkpoints import minilm_folder
 
-    return AutoModel.from_pretrained(minilm_folder()), None
+    model = AutoModel.from_pretrained(minilm_folder())
+    del model.encoder.layer[2:]  # the layers are alike, and each is exported by itself
+    return model, None, IDS
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: (models.MLP(), torch.randn(5, 16)),
-        pytest.param(lambda: (architectures.build("llama"), None), marks=pytest.mark.slow),
+        lambda: (models.MLP(), {"fc1": "column", "fc2": "row"}, torch.randn(5, 16)),
+        pytest.param(
+            lambda: (architectures.build("llama", num_hidden_layers=1), None, IDS), marks=pytest.mark.slow
+        ),
         pytest.param(minilm, marks=pytest.mark.slow),
     ],
     ids=["mlp", "llama", "minilm"],
@@ -162,8 +169,7 @@ def minilm():
 def test_proofs_on_the_route_of_export(build, monkeypatch):
     """All is proven as on the recorder's route, but what export cannot run: no cache, no run time."""
     monkeypatch.setattr(recorder, "MISSING", "gone")
-    model, inputs = build()
-    plan = {"fc1": "column", "fc2": "row"} if inputs is not None else None
+    model, plan, inputs = build()
     analysis = autotp.analyze(model, plan, tp=2, inputs=inputs)
     assert analysis.ok and analysis.certainty == "layouts" and {"eval", "train"} <= set(analysis.modes)
     assert not any("run time" in mode or mode == "decode" for mode in analysis.modes)
