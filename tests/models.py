@@ -235,3 +235,15 @@ def bert(**changes: object) -> nn.Module:
         "num_attention_heads": 12, "max_position_embeddings": 64,
     }  # fmt: skip
     return BertModel(BertConfig(**{**sizes, **changes})).eval()
+
+
+def losses(model: nn.Module, ids: Tensor, steps: int) -> list[float]:
+    """The losses of steps of AdamW at the next token."""
+    optimizer, told = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        told.append(loss.item())
+    return told

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.comm import simulate
-from tests.models import randomised
+from tests.models import losses, randomised
 from tests.whole import IDS, FunctionalHead
 
 WORDS = 99  # 50 + 49 on two ranks, 25 + 25 + 25 + 24 on four
@@ -111,22 +111,12 @@ def test_it_generates_and_trains_the_same_and_is_whole_again():
     copies = [copy.deepcopy(whole) for _ in range(3)]
     ids = torch.tensor([[1, 98, 3], [50, 49, 51]])
 
-    def steps(model: nn.Module) -> list[float]:
-        optimizer, told = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-        for _ in range(3):
-            loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            told.append(loss.item())
-        return told
-
     def rank(group):
         mine = autotp.shard(copies[group.rank], PLAN, group, inputs=ids)
-        found = greedy(mine, ids), steps(mine)
+        found = greedy(mine, ids), losses(mine, ids, 3)
         return *found, autotp.unshard(mine)(ids)
 
-    tokens, told = greedy(whole, ids), steps(whole)
+    tokens, told = greedy(whole, ids), losses(whole, ids, 3)
     for found in simulate(3, rank):
         assert torch.equal(found[0], tokens)
         assert found[1] == pytest.approx(told, abs=1e-10)

@@ -17,7 +17,7 @@ import autotp
 from autotp.comm import simulate
 from autotp.rewrite.apply import sharded
 from tests import edited
-from tests.models import randomised
+from tests.models import losses, randomised
 
 IDS = torch.randint(0, 53, (3, 7), generator=torch.Generator().manual_seed(5))
 
@@ -110,18 +110,6 @@ class Captioner(nn.Module):
         return x @ self.table.weight.T
 
 
-def losses(model):
-    """Five steps."""
-    optimizer, told = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for _ in range(5):
-        loss = F.cross_entropy(model(IDS).flatten(0, 1), IDS.roll(-1, 1).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        told.append(loss.item())
-    return told
-
-
 @pytest.mark.parametrize(
     ("build", "whole"),
     [
@@ -136,9 +124,9 @@ def test_five_steps_with_auto(build, whole):
 
     def rank(group):
         mine = autotp.shard(copies[group.rank], "auto", group, inputs=IDS)
-        return losses(mine), set(sharded(mine).layouts)
+        return losses(mine, IDS, 5), set(sharded(mine).layouts)
 
-    wanted, matrices = losses(model), {n for n, p in model.named_parameters() if p.dim() > 1}
+    wanted, matrices = losses(model, IDS, 5), {n for n, p in model.named_parameters() if p.dim() > 1}
     for told, cut in simulate(2, rank):
         assert told == pytest.approx(wanted, abs=1e-10)
         assert matrices - cut <= whole

@@ -76,7 +76,7 @@ def _check(whole: Propagation, before: Mapping[str, Any]) -> None:
     trace = whole.trace
     said = {p.path: (p.style, p.target, repr(p.rule), p.declared, tuple(p.layouts.values()))
             for p in whole.matches.placed.values()}  # fmt: skip
-    layers = _layers(trace)
+    layers = _layers(trace.repeats)
     for table in (before, said):
         parts = _parts(table, layers)
         if any(parts.get(r.path, {}) != parts.get(r.of, {}) for r in trace.repeats):
@@ -88,8 +88,8 @@ def _check(whole: Propagation, before: Mapping[str, Any]) -> None:
             raise Unlike
 
 
-def _layers(trace: Trace) -> set[str]:
-    return {path for r in trace.repeats for path in (r.path, r.of)}
+def _layers(repeats: Iterable[Repeat]) -> set[str]:
+    return {path for r in repeats for path in (r.path, r.of)}
 
 
 def _parts(table: Mapping[str, Any], layers: set[str]) -> dict[str, dict[str, Any]]:
@@ -144,7 +144,7 @@ def with_twins(traces: Iterable[Trace], paths: frozenset[str]) -> frozenset[str]
     """
     repeats = [repeat for trace in traces for repeat in trace.repeats]
     found = paths | {twin for names in _twins(repeats, paths) for _, twin in names}
-    parts = _parts(dict.fromkeys(found), {path for r in repeats for path in (r.path, r.of)})
+    parts = _parts(dict.fromkeys(found), _layers(repeats))
     if any(parts.get(r.path, {}) != parts.get(r.of, {}) for r in repeats):
         raise Unlike
     return found

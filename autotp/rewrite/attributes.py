@@ -10,7 +10,6 @@ asks of torch itself (`torch.is_inference_mode_enabled()`) is looked at likewise
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.trace.carried import methods_of
 from autotp.trace.signature import described
 
 __all__ = ["Attributes", "names_in"]
@@ -133,20 +133,11 @@ def names_in(codes: Iterator[CodeType]) -> frozenset[str]:
 @lru_cache(maxsize=1024)
 def _read_by(kind: Any) -> frozenset[str]:
     """The names in a module's own methods, but for those that do not run in a forward."""
-    functions = (
-        inspect.unwrap(f)
-        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
-        for name, f in vars(base).items()
-        if isinstance(f, FunctionType) and not name.startswith("__") and name not in _ASIDE
-    )
-    return names_in(iter([f.__code__ for f in functions if isinstance(f, FunctionType)]))
+    return names_in(code for _, code in methods_of(kind))
 
 
 def _class(model: nn.Module, path: str) -> Any:
     return type(model.get_submodule(path))
-
-
-_ASIDE = ("extra_repr", "reset_parameters")
 
 
 _ONE_WAY = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.modules.dropout._DropoutNd, nn.Identity)

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["carried_in", "codes_of"]
+__all__ = ["carried_in", "codes_of", "methods_of"]
 
 
 def carried_in(codes: Iterable[CodeType]) -> frozenset[str]:
@@ -32,20 +32,25 @@ def codes_of(module: nn.Module) -> Iterator[CodeType]:
     """The methods of the classes of a model's modules, but for those of torch."""
     kinds: set[Any] = {type(part) for part in module.modules()}
     for kind in kinds:
-        yield from _methods(kind)
+        for base, code in methods_of(kind):
+            if base.__module__.partition(".")[0] not in ("torch", "autotp"):
+                yield code
 
 
 @lru_cache(maxsize=1024)
-def _methods(kind: type[nn.Module]) -> tuple[CodeType, ...]:
-    own = (base for base in kind.__mro__[: kind.__mro__.index(nn.Module)])
+def methods_of(kind: Any) -> tuple[tuple[type, CodeType], ...]:
+    """The methods of a module's class, each with the class that has it, but for those of every module and
+    those that run in no forward."""
     functions = (
-        inspect.unwrap(value)
-        for base in own
-        if base.__module__.partition(".")[0] not in ("torch", "autotp")
+        (base, inspect.unwrap(value))
+        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
         for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and not name.startswith("__")
+        if isinstance(value, FunctionType) and not name.startswith("__") and name not in _ASIDE
     )
-    return tuple(f.__code__ for f in functions if isinstance(f, FunctionType))
+    return tuple((base, f.__code__) for base, f in functions if isinstance(f, FunctionType))
+
+
+_ASIDE = ("extra_repr", "reset_parameters")
 
 
 @lru_cache(maxsize=4096)
