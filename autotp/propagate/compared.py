@@ -23,8 +23,8 @@ from autotp.propagate.call import Conflict
 from autotp.propagate.findings import origins_of
 from autotp.propagate.ops import arguments_of, op_name
 from autotp.propagate.propagation import Finding, Propagation
+from autotp.trace.formulas import Dim
 from autotp.trace.graph import Trace, Val
-from autotp.trace.noted import Dim
 from autotp.trace.noting import by_shape
 
 __all__ = ["asked_of_cuts", "compared_otherwise", "comparisons", "decides"]

@@ -17,8 +17,8 @@ from torch import fx
 
 from autotp.propagate.call import normal_dim
 from autotp.propagate.ops import arguments_of, op_name
+from autotp.trace.formulas import Formula, Size
 from autotp.trace.graph import REPEATED, Trace, Val, named_place
-from autotp.trace.noted import Formula, Size
 
 __all__ = ["LENGTH", "Inputs"]
 

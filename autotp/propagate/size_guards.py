@@ -18,8 +18,9 @@ from typing import Any
 
 from autotp.diagnostic import Span
 from autotp.propagate.input_sizes import Inputs
+from autotp.trace.formulas import Formula, Size, step_of
 from autotp.trace.graph import Trace
-from autotp.trace.noted import Asked, Formula, Size, step_of
+from autotp.trace.noted import Asked
 
 __all__ = ["SizeGuard", "holds", "size_guards"]
 

@@ -22,30 +22,15 @@ from typing import Any
 import torch
 
 from autotp.diagnostic import Span
+from autotp.trace.formulas import Dim, Formula, result_of, step_of
 from autotp.trace.source import caller_span, is_library, shown
 
 __all__ = [
-    "Asked", "Compared", "Dim", "Formula", "Notes", "Size", "argument", "arguments_in", "formula_of",
-    "is_noted", "noted", "noted_dims", "plain", "step_of",
+    "Asked", "Compared", "Notes", "argument", "arguments_in", "formula_of", "is_noted", "noted", "noted_dims",
+    "plain",
 ]  # fmt: skip
 
-Dim = tuple[str, int]
-"""The name of a node, and one of its dims; or what `argument` gives."""
-
 _ARGUMENT = -1
-
-
-@dataclass(frozen=True)
-class Size:
-    """A size as it was read: the dim, and the number."""
-
-    dim: Dim
-    number: int
-
-
-Formula = Any
-"""How a number was computed: a `Size`, a plain number, (a text with {0}, {1} in it, the formulas of those),
-or None where that is not known."""
 
 
 def argument(name: str) -> Dim:
@@ -225,40 +210,8 @@ def formula_of(value: Any) -> Formula:
     return value if type(value) in (int, float, bool) else None
 
 
-_BINARY = {
-    "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "floordiv": "({0} // {1})",
-    "truediv": "({0} / {1})", "mod": "({0} % {1})", "divmod": "divmod({0}, {1})", "pow": "({0} ** {1})",
-    "lshift": "({0} << {1})", "rshift": "({0} >> {1})", "and": "({0} & {1})", "or": "({0} | {1})",
-    "xor": "({0} ^ {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
-    "ge": "({0} >= {1})", "eq": "({0} == {1})", "ne": "({0} != {1})",
-}  # fmt: skip
-_UNARY = {
-    "neg": "(-{0})", "abs": "abs({0})", "pos": "(+{0})", "invert": "(~{0})", "floor": "({0} // 1)",
-    "ceil": "(-(-{0} // 1))", "trunc": "int({0})", "round": "round({0})", "bit_length": "({0}).bit_length()",
-    "int": "int({0})", "float": "float({0})", "bool": "bool({0})",
-}  # fmt: skip
-_MOST = 64  # operations in one formula
-
-
-def _formula(name: str, value: Any, others: tuple[Any, ...]) -> Formula:
-    """The formula of an operator's result."""
-    name = name.strip("_")
-    parts = [formula_of(each) for each in (value, *others)]
-    if name not in _BINARY and name.startswith("r") and name[1:] in _BINARY:
-        name, parts = name[1:], parts[::-1]
-    text = _UNARY.get(name) if len(parts) == 1 else _BINARY.get(name) if len(parts) == 2 else None
-    if text is None or any(part is None for part in parts) or sum(map(_operations, parts)) > _MOST:
-        return None
-    if name in _DIVIDES and (isinstance(parts[1], (Size, tuple)) or not parts[1]):
-        return None  # by what may be zero for other sizes
-    return (text, *parts)
-
-
-_DIVIDES = ("floordiv", "truediv", "mod", "divmod", "pow", "lshift", "rshift")
-
-
-def _operations(formula: Formula) -> int:
-    return 1 + sum(map(_operations, formula[1:])) if isinstance(formula, tuple) else 0
+def _formula(name: str, *values: Any) -> Formula:
+    return result_of(name, [formula_of(value) for value in values])
 
 
 def is_noted(value: Any) -> bool:
@@ -326,7 +279,7 @@ def _computes(base: type, name: str) -> Callable[..., Any]:
             return result
         dims = self.dims.union(*map(noted_dims, others))
         product = name in ("__mul__", "__rmul__") and self.product and all(map(_positive, others))
-        formula = _formula(name, self, others)
+        formula = _formula(name, self, *others)
         made = noted(result, dims, self.log, product, formula=formula)
         if type(result) is float:
             self.log.read(dims, made, float=True)
@@ -348,16 +301,6 @@ _STEPS = frozenset(
         *("and", "rand", "xor", "rxor"),
     )
 )
-_FEW = 4
-
-
-def step_of(value: Any) -> Any:
-    """A number that may name a dim; None for any other.
-
-    >>> step_of(2), step_of(77)
-    (2, None)
-    """
-    return value if -_FEW <= value < _FEW else None
 
 
 def _positive(value: Any) -> bool:
@@ -374,7 +317,7 @@ def _compares(base: type, name: str) -> Callable[..., Any]:
             dims = self.dims | noted_dims(other)
             self.log.compared(dims, self, other, equal=equal, sizes=sizes)
             if isinstance(other, (int, float)):
-                self.log.ask(_formula(name, self, (other,)), function(plain(self), plain(other)), dims)
+                self.log.ask(_formula(name, self, other), function(plain(self), plain(other)), dims)
         return _reflected(self, name, other) if isinstance(other, _SYMBOLIC) else function(self, other)
 
     return compare
@@ -384,7 +327,7 @@ def _truth(base: Any) -> Callable[..., bool]:
     def truth(self: Any) -> bool:
         if not self.product:
             self.log.compared(self.dims, self)
-            self.log.ask(_formula("bool", self, ()), bool(plain(self)), self.dims)
+            self.log.ask(_formula("bool", self), bool(plain(self)), self.dims)
         return bool(base.__bool__(self))
 
     return truth
@@ -409,7 +352,7 @@ def _leaves(base: Any, name: str) -> Callable[..., Any]:
     def leave(self: Any, *given: Any) -> Any:
         self.log.escaped(self.dims)
         kept = name not in ("__int__", "__index__")
-        self.log.ask(self.formula if kept else _formula("int", self, ()), _left(self, kept), self.dims)
+        self.log.ask(self.formula if kept else _formula("int", self), _left(self, kept), self.dims)
         return function(self, *given)
 
     return leave

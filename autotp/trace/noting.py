@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from autotp.trace.formulas import Dim, Formula, Size
 from autotp.trace.hooks import aside, sizes
-from autotp.trace.noted import Dim, Formula, Notes, Size, formula_of, is_noted, noted, noted_dims, plain
+from autotp.trace.noted import Notes, formula_of, is_noted, noted, noted_dims, plain
 from autotp.trace.source import is_library
 
 __all__ = ["by_shape", "noting", "shape_name"]
