@@ -327,6 +327,32 @@ def test_dtypes_are_the_files_or_the_one_asked_for(tmp_path):
     assert {tensor.dtype for tensor in cast.parameters()} == {torch.float64}
 
 
+class Counting(Small):
+    """Buffers that are no floats."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.arange(2**40, 2**40 + 3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+
+def test_a_dtype_that_is_asked_for_is_that_of_floats_alone(tmp_path):
+    model = Counting()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    given = {"plan": {"up": "column", "down": "row"}, "dtype": torch.bfloat16, "inputs": torch.randn(3, 6)}
+
+    def run(group):
+        with torch.device("meta"):
+            empty = Counting()
+        return from_pretrained(tmp_path, mesh=group, model=empty, **given)
+
+    for loaded in simulate(2, run):
+        assert {tensor.dtype for tensor in loaded.parameters()} == {torch.bfloat16}
+        for name in ("places", "mask"):
+            there, whole = getattr(loaded, name), getattr(model, name)
+            assert there.dtype == whole.dtype and torch.equal(there, whole), name
+
+
 def test_dtype_is_spelled_as_transformers_does(tmp_path):
     _, folder = llama(tmp_path / "in", dtype=torch.bfloat16)
     for spelled, dtype in (("auto", torch.bfloat16), ("float16", torch.float16)):
