@@ -17,7 +17,7 @@ from autotp.plan import Plan
 from autotp.proof import Proof
 from autotp.propagate.given import Proven
 from autotp.propagate.reads import held_reads
-from autotp.prove import prove
+from autotp.prove import prove, uncollected
 from autotp.rewrite.apply import refuse_sharded
 from autotp.rewrite.edits.diff import diff
 from autotp.shapes import analyze_shapes
@@ -102,7 +102,8 @@ def derive_with_proof(
     def captured(layers: Layers) -> Captured:
         return Captured() if refused else capture_modes(model, samples, layers)
 
-    (analysis, proof), derived = decide_auto(stock, captured, Layers.of(model), tp, decided)
+    with uncollected():
+        (analysis, proof), derived = decide_auto(stock, captured, Layers.of(model), tp, decided)
     analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused), samples=samples)
     return analysis, proof, derived
 

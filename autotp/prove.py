@@ -60,7 +60,7 @@ from autotp.trace.modes import Captured, Mode, capture_modes
 from autotp.trace.untouched import untouched
 from autotp.trace.witnesses import sizes_said, witnesses
 
-__all__ = ["prove", "prove_call"]
+__all__ = ["prove", "prove_call", "uncollected"]
 
 ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for what was seen
 
@@ -83,7 +83,7 @@ def prove(
     every = every or (found is not None and not found.layers.groups)
     layers = Layers() if every else Layers.of(module, marks(matches))
     known = found if found is not None and found.layers.groups == layers.groups else None
-    with untouched(module), _uncollected():
+    with untouched(module), uncollected():
         if layers.groups:
             prover = _Prover(module, matches, inventory, samples, layers)
             with contextlib.suppress(Unlike, TraceError):
@@ -105,7 +105,7 @@ def prove_call(module: nn.Module, before: Analysis, mode: Mode) -> Proof:
     matches, inventory = before.matches, before.inventory
     samples = Samples(mode.args, mode.kwargs, "given") if mode.then is None else Samples((), {}, "given")
     for each in (Layers.of(module, marks(matches)), Layers()):
-        with untouched(module), _uncollected(), contextlib.suppress(Unlike):
+        with untouched(module), uncollected(), contextlib.suppress(Unlike):
             trace = mode.capture(module, layers=each)
             found = Captured([(mode, trace)], layers=each, given=[(mode, trace.given.get("", []), trace)])
             prover = _Prover(module, matches, inventory, samples, each, (before, mode))
@@ -116,7 +116,7 @@ def prove_call(module: nn.Module, before: Analysis, mode: Mode) -> Proof:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Traces are many objects and no garbage; looking through them again and again takes long."""
     was = gc.isenabled()
     gc.disable()
