@@ -22,7 +22,9 @@ PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     [
         (attention.Attention(heads=5, batch_first=True), 5, (BATCH_FIRST, None, PADDING), 2),
         (attention.Attention(heads=5, dropout=0.2), 5, (X, MEMORY), 3),
-        (attention.Encoder(heads=4, dropout=0.1), 4, (BATCH_FIRST,), 3),
+        pytest.param(
+            attention.Encoder(heads=4, dropout=0.1), 4, (BATCH_FIRST,), 3, marks=pytest.mark.slow,
+        ),
         pytest.param(
             attention.Encoder(heads=4, norm_first=True, activation="gelu"), 4, (BATCH_FIRST, PADDING), 4,
             marks=pytest.mark.slow,
@@ -51,6 +53,7 @@ def test_exact_with_gradients_and_in_inference(model, heads, inputs, tp):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_fused_kernel_is_kept_from_cut_layers_alone():
     for plan, count in ((FFN, 2), (attention.plan(5), 4)):  # an attention that is whole goes on as it is
         analysis = autotp.analyze(attention.Encoder(heads=5), plan, tp=2, inputs=(BATCH_FIRST,))

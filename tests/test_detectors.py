@@ -10,6 +10,7 @@ import pickle
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -101,6 +102,7 @@ def _noted(rank, size):
     return forward, group.calls
 
 
+@pytest.mark.slow
 def test_ranks_run_the_same_collectives_in_the_same_order(ranks):
     first, second = ranks(2)(_noted)
     assert first[0] == second[0] and len(first[0]) >= 4
@@ -125,6 +127,7 @@ def _twice(rank, size):
     return _penalised(autotp.shard(model, "qwen3"))
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient(ranks):
     model = models.randomised(qwen3(num_hidden_layers=1, attn_implementation="eager"))
     hold(_penalised(model), ranks(2)(_twice), 1e-6)  # its norms compute in float32

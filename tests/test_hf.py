@@ -45,6 +45,7 @@ def test_tied_weights_are_one_parameter(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_prove_and_analyze_a_config(folder):
     analysis = autotp.analyze(folder, tp=3)
     assert analysis.ok and analysis.certainty == "layouts" and analysis.plan_name == "llama"

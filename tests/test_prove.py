@@ -22,6 +22,7 @@ def test_all_layers_stand_after_a_proof():
     assert len(model.model.layers) == 5
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_rule_of_its_own_is_traced():
     plan = dict(autotp.Plan.load("llama").rules) | {"layers.3.mlp.up_proj": "replicate"}
     analysis = autotp.analyze(models.llama(num_hidden_layers=5), plan, tp=2)

@@ -176,6 +176,7 @@ class Routed(nn.Module):
         return torch.zeros_like(x).index_add(0, order, h)
 
 
+@pytest.mark.slow
 def test_numbers_that_values_decide_may_be_any_at_a_border():
     model = nn.Sequential(nn.Linear(16, 16), Routed())
     plan = {"up.weight": {"style": "column", "dim": 1}, "down.weight": {"style": "row", "dim": 2}}
@@ -442,6 +443,7 @@ class Mixture(nn.Module):
         return x + self.experts(self.norm(x), chosen, weights)
 
 
+@pytest.mark.slow
 def test_a_loop_over_experts_is_exact():
     plan = {"up": {"style": "column", "dim": 1}, "down": {"style": "row", "dim": 2}}
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))

@@ -179,6 +179,7 @@ def test_the_whole_weight_is_freed():
     assert simulate(2, rank) == [True, True]
 
 
+@pytest.mark.slow
 def test_tied_weights_stay_tied():
     def rank(group):
         model = models.llama(tie_word_embeddings=True)
@@ -247,6 +248,7 @@ def test_a_meta_model_holds_its_part_on_meta():
     assert simulate(2, rank) == [(True, (17, 16)), (True, (16, 16))]
 
 
+@pytest.mark.slow
 def test_layers_that_read_one_value_share_its_copy():
     def rank(group):
         model = autotp.shard(models.randomised(models.llama()), "llama", group)
@@ -316,6 +318,7 @@ def test_a_sharded_mlp_compiles_in_one_graph(ranks):
     assert ranks(2)(_compiled) == [True, True]
 
 
+@pytest.mark.slow
 def test_generate_gives_the_same_tokens(ranks):
     model = models.randomised(models.llama())
     ids = inputs_of("llama")["input_ids"][:1]

@@ -153,6 +153,7 @@ def test_a_length_whose_origin_is_lost_is_proven_for_each_size(monkeypatch):
     assert len(proofs) == 2
 
 
+@pytest.mark.slow
 def test_transformers_models_are_not_proven_for_each_length(monkeypatch):
     config = transformers.LlamaConfig(
         hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
