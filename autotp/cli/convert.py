@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotp.cli.console import FINDINGS, FINE, guarded, write
+from autotp.cli.options import PlanFile, RankCount
 from autotp.cli.progress import progress
 from autotp.diagnostic import UsageError
 
@@ -48,7 +49,6 @@ class Biases(StrEnum):
 HowChecked = Annotated[
     Check, typer.Option("--check", help="Prove the layouts on the model, or check names and shapes alone.")
 ]
-Ranks = Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)]
 OnlyRanks = Annotated[
     str | None,
     typer.Option(
@@ -83,16 +83,8 @@ def convert(
         Path, typer.Argument(metavar="SRC", help="A checkpoint folder, or one .safetensors file.")
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder.")],
-    tp: Ranks,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN",
-            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
-            show_default=False,
-        ),
-    ] = None,
+    tp: RankCount,
+    plan: PlanFile = None,
     check: HowChecked = Check.layouts,
     digest: Annotated[Digest, typer.Option("--digest", help="Of each tensor's bytes.")] = Digest.xxh3,
     ranks: OnlyRanks = None,
@@ -171,7 +163,7 @@ def merge(
 def reshard(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder that `autotp convert` wrote.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The new folder.")],
-    tp: Ranks,
+    tp: RankCount,
     check: HowChecked = Check.layouts,
     ranks: OnlyRanks = None,
     model: Architecture = None,

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
-
-import typer
 
 from autotp.cli.console import FINE, Format, guarded, report_findings, write
-from autotp.cli.target import TARGET
+from autotp.cli.options import RankCount, Target
 
 __all__ = ["command"]
 
 
 @guarded
 def command(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET, show_default=False)],
-    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)],
+    target: Target,
+    tp: RankCount,
 ) -> int:
     """Find a plan for a model from its graph, prove it, and print it as YAML.
 

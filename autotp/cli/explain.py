@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autotp.cli.console import FINDINGS, FINE, Format, Plain, colourful, guarded, report_findings, write
-from autotp.cli.target import TARGET
+from autotp.cli.options import PlanFile, RankCount, Target
 from autotp.diagnostic import PlanError
 
 __all__ = ["command"]
@@ -17,7 +17,7 @@ __all__ = ["command"]
 
 @guarded
 def command(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET, show_default=False)],
+    target: Target,
     module: Annotated[
         str,
         typer.Argument(
@@ -26,16 +26,8 @@ def command(
             show_default=False,
         ),
     ],
-    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)],
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN",
-            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
-            show_default=False,
-        ),
-    ] = None,
+    tp: RankCount,
+    plan: PlanFile = None,
     mode: Annotated[
         str | None,
         typer.Option(

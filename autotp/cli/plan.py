@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from autotp.cli.console import FINDINGS, FINE, Format, colourful, guarded, report_findings, write
-from autotp.cli.target import TARGET, analyze_target
+from autotp.cli.options import PlanFile, RankCount, Target
+from autotp.cli.target import analyze_target
 from autotp.diagnostic import PlanError
 
 __all__ = ["command"]
@@ -16,17 +17,9 @@ __all__ = ["command"]
 
 @guarded
 def command(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET, show_default=False)],
-    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)],
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN",
-            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
-            show_default=False,
-        ),
-    ] = None,
+    target: Target,
+    tp: RankCount,
+    plan: PlanFile = None,
     prove: Annotated[
         bool,
         typer.Option("--prove", help="Prove the layouts of a checkpoint on its traced graph. Imports torch."),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotp.cli.console import FINDINGS, FINE, Format, Plain, colourful, guarded, report_findings, write
+from autotp.cli.options import PlanFile
 from autotp.cli.progress import progress
 from autotp.cli.target import TARGET, is_factory, no_target
 from autotp.diagnostic import AutotpError, PlanError, UsageError
@@ -55,15 +56,7 @@ def command(
     tp: Annotated[
         int | None, typer.Option("--tp", min=1, metavar="N", help="Number of ranks.", show_default=False)
     ] = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN",
-            help="A plan file, a shipped plan, or auto. Default: the shipped plan of the model_type.",
-            show_default=False,
-        ),
-    ] = None,
+    plan: PlanFile = None,
     weights: Annotated[
         Weights, typer.Option("--weights", help="Drawn anew, which hides nothing, or the model's own.")
     ] = Weights.random,
