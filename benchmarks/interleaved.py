@@ -21,10 +21,14 @@ __all__ = ["mean_of", "measure", "on_ranks"]
 WARM_UP = 3
 
 
-def measure(calls: dict[str, Callable[[], object]], runs: int) -> dict[str, dict[str, float]]:
+def measure(
+    calls: dict[str, Callable[[], object]], runs: int, base: str | None = None
+) -> dict[str, dict[str, float]]:
     """The median seconds of each call, run in turn: of the processor (all threads of a rank), of the wall.
 
-    A barrier stands before every call, and the order of a round is drawn, alike on all ranks.
+    A barrier stands before every call, and the order of a round is drawn, alike on all ranks. With a `base`
+    the seconds of the others are its median times the median of their ratios to it, each of one round: what
+    slows a whole round down is in both.
     """
     found: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": []} for name in calls}
     for run in range(runs + WARM_UP):
@@ -37,9 +41,14 @@ def measure(calls: dict[str, Callable[[], object]], runs: int) -> dict[str, dict
                 found[name]["cpu"].append(cpu)
                 found[name]["wall"].append(wall)
     return {
-        name: {clock: statistics.median(times) for clock, times in clocks.items()}
+        name: {clock: _seconds(times, found[base or name][clock]) for clock, times in clocks.items()}
         for name, clocks in found.items()
     }
+
+
+def _seconds(times: list[float], base: list[float]) -> float:
+    ratios = [time / other for time, other in zip(times, base, strict=True)]
+    return statistics.median(base) * statistics.median(ratios)
 
 
 def _rank(rank: int, work: Callable[..., Any], tp: int, folder: str, arguments: tuple[Any, ...]) -> None:

@@ -2,9 +2,9 @@
 
 Llama of width 1024, 8 layers, float32, one thread a rank, the same plan for all: attention and MLP of every
 layer, and the head. Prefill of 256 tokens, one token on a cache of 256, and forward + backward of 256
-tokens. Medians of interleaved runs, beside the unsharded model. The hand-written model reads its weights
-where autotp's lie: a token reads them all once, and where the system happens to place them changes its time
-by 3 % between two models of the same code.
+tokens. Medians of interleaved runs, each beside the hand-written model's of its round. All sharded models
+read their weights where autotp's lie: a token reads them all once, and where the system happens to place
+them changes its time by 3 % between two models of the same code.
 
     python -m benchmarks.llama [runs [layers]]
 """
@@ -113,8 +113,9 @@ def _in_one_place(model: nn.Module, other: nn.Module) -> None:
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         same = theirs[name.replace("norm.norm.", "norm.")]
-        assert torch.equal(parameter, same), name
-        parameter.data = same.data
+        local: Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+        assert torch.equal(local, same), name
+        local.data = same.data
 
 
 # -- and by others
@@ -191,7 +192,8 @@ KINDS = {"prefill": prefill, "decode": decode, "forward + backward": both}
 def work(tp: int, runs: int, layers: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     models = {name: make(tp, layers) for name, make in CONTENDERS.items()}
-    _in_one_place(models["hand-written"], models["autotp"])
+    for name in ("hand-written", *PEERS):
+        _in_one_place(models[name], models["autotp"])
     ids = torch.randint(0, 32000, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     found: dict[str, Any] = {}
     for kind, prepare in KINDS.items():
@@ -202,7 +204,7 @@ def work(tp: int, runs: int, layers: int) -> dict[str, Any]:
             got = got.full_tensor() if hasattr(got, "full_tensor") else got
             if not torch.allclose(got, wanted, atol=1e-3):
                 raise AssertionError(f"{name}, {kind}: off by {(got - wanted).abs().max():.1e}")
-        found[kind] = measure(calls, runs)
+        found[kind] = measure(calls, runs, base="hand-written")
     return found
 
 

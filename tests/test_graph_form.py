@@ -281,6 +281,19 @@ def test_words() -> None:
         assert str(caught.value) == text
 
 
+def test_a_graph_is_made_with_a_slice_and_called_with_one() -> None:
+    """The number of columns that were left away is no size of the graph."""
+    torch.manual_seed(0)
+    model, sample = models.MLP().eval(), torch.randn(3, 7, 16)[:, :5]
+
+    def rank(group: Group) -> None:
+        graph = autotp.shard(model, PLAN, group, inputs=sample, form="graph")
+        for x in (sample, torch.randn(2, 7, 16), torch.randn(6, 2, 16).transpose(0, 1)):
+            torch.testing.assert_close(graph(x), model(x))
+
+    simulate(2, rank)
+
+
 def test_the_graph_checks_what_it_is_given() -> None:
     graph = autotp.shard(models.MLP().eval(), PLAN, inputs=X, form="graph")
     for given, text in (

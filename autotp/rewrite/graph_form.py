@@ -42,6 +42,7 @@ def graph_form(
     """
     _refuse_own_backward(model, proof)
     given = _given(model, samples)
+    given |= {name: _contiguous(value) for name, value in given.items() if isinstance(value, Tensor)}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     _refuse_random(model, analysis, group)
     twin = _twin(model, analysis, group)
@@ -85,6 +86,11 @@ def _given(model: nn.Module, samples: Samples) -> dict[str, Any]:
                 "pass inputs= without it, or shard in place",
             )
     return found
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """As `x`: the strides of a slice hold a size that is not its own, and that no open size may equal."""
+    return x if x.is_contiguous() else x.detach().contiguous().requires_grad_(x.requires_grad)
 
 
 def _refuse_own_backward(model: nn.Module, proof: Proof) -> None:
