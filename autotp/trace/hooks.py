@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "device",
     "flags",
     "is_fake",
+    "kernel",
     "like",
     "memory",
     "modes_off",
@@ -264,6 +265,16 @@ def transformed() -> bool:
         torch.autograd.forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+def kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the op's kernel for tensors on the meta device gives: no mode and no autograd sees it."""
+    with (
+        torch._C._DisablePythonDispatcher(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        return func(*args, **kwargs)
 
 
 def data_like(

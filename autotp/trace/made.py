@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autotp.trace import hooks
 
-__all__ = ["Made", "made_like"]
+__all__ = ["Made", "made_like", "seen"]
 
 
 class Made:
@@ -14,10 +16,12 @@ class Made:
 
     __slots__ = ("dtype", "needs", "offset", "on", "shape", "strides", "viewed")
 
-    def __init__(self, tensor: torch.Tensor, viewed: int | None) -> None:
-        self.shape, self.strides = tuple(tensor.shape), tensor.stride()
+    def __init__(
+        self, tensor: torch.Tensor, viewed: int | None, on: torch.device, needs: bool
+    ) -> None:
+        self.shape, self.strides = tuple(hooks.sizes(tensor)), tensor.stride()
         self.offset, self.dtype = int(tensor.storage_offset()), tensor.dtype
-        self.on, self.needs, self.viewed = hooks.device(tensor), tensor.requires_grad, viewed
+        self.on, self.needs, self.viewed = on, needs, viewed
 
     def __call__(self, fakes: hooks.Fakes, tensors: list[torch.Tensor], needs: bool | None) -> torch.Tensor:
         """The result, of an op on these tensors; `needs`, if given, says whether a gradient is required of
@@ -28,12 +32,11 @@ class Made:
         return hooks.wrapped(data, fakes.attributes(self.on), needed)
 
 
-def made_like(out: torch.Tensor, tensors: list[torch.Tensor], fakes: hooks.Fakes) -> Made | int | None:
+def made_like(out: torch.Tensor, tensors: Sequence[torch.Tensor], fakes: hooks.Fakes) -> Made | int | None:
     """How `out`, the result of an op on `tensors`, is made anew: the number of the tensor that it is, or as
     `Made` says; None where it cannot be."""
-    same = [number for number, tensor in enumerate(tensors) if tensor is out]
-    if same:
-        return same[0] if len(same) == 1 else None
+    if any(tensor is out for tensor in tensors):
+        return seen(out, tensors, hooks.device(out), out.requires_grad)
     if type(out) is not hooks.FAKE or out.dtype.is_complex or hooks.symbolic(out):
         return None
     if (
@@ -42,8 +45,18 @@ def made_like(out: torch.Tensor, tensors: list[torch.Tensor], fakes: hooks.Fakes
         or out.__dict__ != fakes.attributes(hooks.device(out))
     ):
         return None
+    return seen(out, tensors, hooks.device(out), out.requires_grad)
+
+
+def seen(
+    out: torch.Tensor, tensors: Sequence[torch.Tensor], on: torch.device, needs: bool
+) -> Made | int | None:
+    """The same of a result that is on a device and of which a gradient is required, by the memory it sees."""
+    same = [number for number, tensor in enumerate(tensors) if tensor is out]
+    if same:
+        return same[0] if len(same) == 1 else None
     storage = hooks.storage(out)
-    seen = [number for number, tensor in enumerate(tensors) if hooks.storage(tensor) == storage]
-    if len(seen) > 1 or (not seen and out.storage_offset()):
+    viewed = [number for number, tensor in enumerate(tensors) if hooks.storage(tensor) == storage]
+    if len(viewed) > 1 or (not viewed and out.storage_offset()):
         return None
-    return Made(out, seen[0] if seen else None)
+    return Made(out, viewed[0] if viewed else None, on, needs)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autotp.trace import hooks
+from autotp.trace.kernels import by_kernel
 from autotp.trace.made import made_like
 from autotp.trace.sameness import state
 
@@ -82,13 +83,20 @@ class Remembered:
         known = _KNOWN.get(key)
         if known is not None:
             return self._again(known, tensors, needs)
+        found = by_kernel(func, args, kwargs, tensors)
+        if found is not None:
+            self._know(key, found)
+            return self._again(found, tensors, needs)
         out = func(*args, **kwargs)
         found = self._found(out, tensors, needs)
         if found is not None:
-            if len(_KNOWN) > _LIMIT:
-                _KNOWN.clear()
-            _KNOWN[key] = found
+            self._know(key, found)
         return out
+
+    def _know(self, key: Any, found: Any) -> None:
+        if len(_KNOWN) > _LIMIT:
+            _KNOWN.clear()
+        _KNOWN[key] = found
 
     def written(self, written: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         """An op writes into these, which may change which of its views have a history."""
