@@ -111,8 +111,11 @@ class Compares(hooks.OpMode):
 
 
 def alike(one, two, tensors):
-    same = [[(hooks.storage(o) == hooks.storage(t), o is t) for t in tensors] for o in (one, two)]
-    return (type(one), hooks.like(one), vars(one), same[0]) == (type(two), hooks.like(two), vars(two), same[1])
+    def told(out):
+        same = [(hooks.storage(out) == hooks.storage(t), out is t) for t in tensors]
+        return type(out), hooks.like(out), vars(out), same
+
+    return told(one) == told(two)
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no gradients"])

@@ -16,9 +16,7 @@ class Made:
 
     __slots__ = ("dtype", "needs", "offset", "on", "shape", "strides", "viewed")
 
-    def __init__(
-        self, tensor: torch.Tensor, viewed: int | None, on: torch.device, needs: bool
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, viewed: int | None, on: torch.device, needs: bool) -> None:
         self.shape, self.strides = tuple(hooks.sizes(tensor)), tensor.stride()
         self.offset, self.dtype = int(tensor.storage_offset()), tensor.dtype
         self.on, self.needs, self.viewed = on, needs, viewed
