@@ -134,7 +134,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         handed=dict(sorted(proof.handed.items())) if proven else {},
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,
-        given=Proven(proof.given, proof.names, _written(proof), frozenset(proof.left))
+        given=Proven(proof.given, proof.read, _written(proof), frozenset(proof.left))
         if proven and proof.given
         else None,
     )

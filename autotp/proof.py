@@ -15,6 +15,7 @@ from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.propagate.size_guards import SizeGuard
 from autotp.rewrite.edits.edit import Edits
+from autotp.trace.consulted import Consulted
 from autotp.trace.handed import Reader
 
 __all__ = ["Proof"]
@@ -34,7 +35,7 @@ class Proof:
     their mappings runs in a call of each module, `unreduced` the row layers that leave their outputs partial,
     `branches` those of the code that handles sharded values which no mode took. `random_common` are modules
     inside of those in `random` that draw what all ranks share, `resting` those whose dropout on a shard has
-    the rate 0. `given` are the calls of the model that were traced, `names` those in the code that ran,
+    the rate 0. `given` are the calls of the model that were traced, `read` what the code that ran reads,
     `carried` the attributes that a call may read as an earlier one left them, `left` those in which the
     forward leaves a part of a tensor on each rank,
     `handed` the cut weights of layers that code around them reads without an op on them, and which code;
@@ -63,7 +64,7 @@ class Proof:
     mapped: Counter[tuple[str, str]] = field(default_factory=Counter)
     unreduced: frozenset[str] = frozenset()
     given: frozenset[Traced] = frozenset()
-    names: frozenset[str] = frozenset()
+    read: Consulted = field(default_factory=Consulted)
     carried: frozenset[str] = frozenset()
     left: set[str] = field(default_factory=set)
     handed: dict[str, frozenset[Reader]] = field(default_factory=dict)

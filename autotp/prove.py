@@ -46,12 +46,12 @@ from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, for_twins, marks, spread, with_twins
 from autotp.propagate.size_guards import size_guards
-from autotp.rewrite.attributes import names_in
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
 from autotp.trace.branches import unreached
-from autotp.trace.carried import carried_in, codes_of
+from autotp.trace.carried import carried_in, functions_of
+from autotp.trace.consulted import consulted
 from autotp.trace.graph import Trace, TraceError, parameters_of
 from autotp.trace.handed import handed
 from autotp.trace.inputs import Samples
@@ -167,7 +167,10 @@ class _Prover:
         """Prove every mode that was traced."""
         proof = self.proof
         self.repeats = any(trace.repeats for _, trace in found.traces)
-        proof.carried = carried_in([*codes_of(self.module), *(code for code, _ in found.watched.ran)])
+        own = [(function.__code__, function.__globals__) for function in functions_of(self.module)]
+        proof.carried = carried_in(code for code, _ in (*own, *found.watched.spaces))
+        if found.traces and proof.cuts:
+            proof.read = consulted(found.watched.spaces or own)
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         traces = {mode.name: trace for mode, trace in found.traces}
@@ -209,9 +212,6 @@ class _Prover:
             if self.stands is not None:
                 ((_, given, trace),) = found.given
                 self.proof.sizes = size_guards(trace, len(given) - 1, parameters, lines)
-            self.proof.names = names_in(
-                code for code, _ in found.watched.ran if not code.co_filename.startswith("<")
-            )
         layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
         self.proof.handed = handed((trace for _, trace in found.traces), layers, self.first)
         raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}

@@ -13,6 +13,7 @@ from typing import Any
 
 from autotp.diagnostic import Span
 from autotp.propagate.size_guards import SizeGuard, size_guards
+from autotp.trace.consulted import Consulted
 from autotp.trace.graph import Repeat, Trace
 from autotp.trace.modes import Captured
 from autotp.trace.signature import GRADIENT, FromInput, Words, coarse, with_gradient
@@ -46,13 +47,13 @@ class Proven:
     process learn together, and so do copies of a model.
 
     `free` are the arguments in whose place any number may stand; `states` the calls that were proven with
-    other attributes of the model than when it was sharded. `names` are those in the code that the traces
-    ran, `written` the attributes that the forward itself writes, and whose earlier value it never reads,
+    other attributes of the model than when it was sharded. `read` is what the code that the traces ran reads
+    besides, `written` the attributes that the forward itself writes, and whose earlier value it never reads,
     `left` those in which it leaves a part of a tensor on each rank.
     """
 
     calls: frozenset[Traced]
-    names: frozenset[str] = frozenset()
+    read: Consulted = field(default_factory=Consulted)
     written: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()

@@ -2,32 +2,30 @@
 
 A flag that the forward reads (`model.causal = True`, `model.config.use_cache = False`) may take another way
 as an argument does. So before each call those attributes are looked at whose names stand in the code that
-the traces ran; comparing one takes some 40 ns. What the forward itself writes, and no later call reads, is
-left out, and submodules, tensors and hooks that were put in place of others are not looked at. What the code
-asks of torch itself (`torch.is_inference_mode_enabled()`) is looked at likewise.
+the traces ran, and what else that code reads (`rewrite/around.py`); comparing one takes some 40 ns. What the
+forward itself writes, and no later call reads, is left out, and tensors and hooks that were put in place of
+others are not looked at. A module whose flag `training` is another than the model's counts as such an
+attribute. With a module that was put in place of another, and does not hold it, no call can be proven. What
+the code asks of torch itself (`torch.is_inference_mode_enabled()`) is looked at likewise.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from autotp.rewrite.around import MISSING, Table, around, has_number, holds, is_plain, kept, same, word_of
 from autotp.trace.carried import methods_of
-from autotp.trace.signature import described
+from autotp.trace.consulted import Consulted, asked_in, names_in
 
-__all__ = ["Attributes", "names_in"]
+__all__ = ["Attributes"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_CALLED = (FunctionType, BuiltinFunctionType, type)
-_HELD = (list, dict, set, tuple)
-_MOST = 64  # elements of a container that is looked into
-_MISSING = object()
 _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "get_default_dtype": torch.get_default_dtype,
@@ -37,46 +35,72 @@ _Place = tuple[str, tuple[str, ...]]
 
 
 class Attributes:
-    """The attributes of one model. `state` says which are others than when it was sharded: "" for none."""
+    """The attributes of one model. `state` says which are others than when it was sharded: "" for none;
+    `replaced` where modules stand in place of others, so that nothing can be proven."""
 
     def __init__(
-        self, model: nn.Module, names: frozenset[str], written: frozenset[str], left: frozenset[str]
+        self, model: nn.Module, read: Consulted, written: frozenset[str], left: frozenset[str]
     ) -> None:
-        self.state = ""
+        self.state, self.replaced = "", ""
         self.values: dict[_Place, dict[str, Any]] = {}
+        self.read = read
         self.dtype = _dtype(model)
-        self.asked = {name: ask() for name, ask in _SURROUNDINGS.items() if name in names}
+        self.asked = {name: ask() for name, ask in _SURROUNDINGS.items() if name in read.names}
         self._around = self.asked
-        self._seen: list[tuple[dict[str, Any], str, Any]] | None = None
-        for place, held in _holders(model):
+        self.modules: dict[str, Any] = {"": model} | {place: child for place, _, _, child in _children(model)}
+        self.words = {place: word_of(table.get(key, MISSING)) for place, table, key in self._outside()}
+        self._seen: _Seen | None = None
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        for place, held in _holders(self.modules):
             path = place[0]
-            if not place[1] and _has_one_way(model.get_submodule(path)):
+            module = None if place[1] else self.modules[path]
+            if module is not None and _has_one_way(module):
+                self.values[place] = {"forward": held.get("forward", MISSING)}
                 continue
-            read = names | _read_by(_class(model, path))
-            names_of = {key: ".".join(filter(None, (path, *place[1], key))) for key in held}
-            kept = {
-                key: _kept(value)
-                for key, value in held.items()
-                if (key in read and _is_plain(value) and (place[1] or key not in _OF_MODULES))
-                or names_of[key] in left
-                if names_of[key] not in written
+            names = read.names | _read_by(_class(self.modules[path]), True)
+            keys = {key for key in held if key in names and is_plain(held[key])}
+            if module is None:
+                keys |= read.asked - held.keys()
+            else:
+                keys -= _OF_MODULES
+                keys |= _hidden(_class(module), names, read.asked) - held.keys()
+                if path:
+                    keys.add("forward")
+            names_of = {key: ".".join(filter(None, (path, *place[1], key))) for key in keys | held.keys()}
+            keys |= {key for key in held if names_of[key] in left}
+            found = {
+                key: kept(held.get(key, MISSING)) for key in sorted(keys) if names_of[key] not in written
             }
-            if kept:
-                self.values[place] = kept
+            if found:
+                self.values[place] = found
 
     def look(self, model: nn.Module) -> str:
         """The state now."""
         if self._seen is None or self._is_other():
-            holders = dict(_holders(model))
+            holders = dict(_holders(self.modules))
             self._first, self._now = _first(model), _dtype(model)
-            self._seen = [
-                (held, key, _kept(held.get(key, _MISSING)))
-                for place, kept in self.values.items()
-                if (held := holders.get(place)) is not None
-                for key in kept
+            self._sizes, seen = [], list[tuple[Table, str]]()
+            for place, found in self.values.items():
+                held = holders.get(place)
+                if held is not None:
+                    self._sizes.append((held, len(held)))
+                    seen += [(held, key) for key in found if key in held]
+            outside = {place: (table, key) for place, table, key in self._outside()}
+            words = {place: word_of(table.get(key, MISSING)) for place, (table, key) in outside.items()}
+            seen += outside.values()
+            seen += [
+                (vars(module), "training")
+                for module in self.modules.values()
+                if module is model or "training" in _read_by(_class(module))
             ]
+            seen += [(table, key) for _, table, key, _ in _children(model)]
+            for module in self.modules.values():
+                new = _hidden(_class(module), self.read.names, self.read.asked) - module._modules.keys()
+                seen += [(module._modules, key) for key in new]
+            self._seen = _Seen(seen)
             self._around = {name: _SURROUNDINGS[name]() for name in self.asked}
-            self.state = ", ".join(self._told(holders))
+            self.replaced = ", ".join(self._others(model))
+            self.state = ", ".join(filter(None, (self.replaced, *self._told(model, holders, words))))
         return self.state
 
     def _is_other(self) -> bool:
@@ -86,58 +110,104 @@ class Attributes:
             return True
         if any(_SURROUNDINGS[name]() != was for name, was in self._around.items()):
             return True
-        for held, key, value in self._seen:
-            now = held.get(key, _MISSING)
-            if now is not value and not _same(now, value):
+        for held, size in self._sizes:  # what came into being
+            if len(held) != size:
                 return True
-        return False
+        return self._seen.is_other()
 
-    def _told(self, holders: dict[_Place, dict[str, Any]]) -> Iterator[str]:
-        """The attributes that are others than when the model was sharded, in words."""
+    def _outside(self) -> Iterator[tuple[str, Table, str]]:
+        return around(map(type, self.modules.values()), self.read)
+
+    def _others(self, model: nn.Module) -> Iterator[str]:
+        """The places where another module stands than did, which does not hold that one."""
+        found: list[str] = []
+        held: list[str] = []  # places whose module is inside of another one now
+        now = {place: child for place, _, _, child in _children(model)}
+        for place in sorted((now.keys() | self.modules.keys()) - {""}):
+            new, old = now.get(place), self.modules.get(place)
+            if new is old or place.startswith((*held, *found)):
+                continue
+            if new is not None and old is not None and any(module is old for module in new.modules()):
+                held.append(f"{place}.")
+            elif old is not None or place.rpartition(".")[2] in self.read.names | self.read.asked:
+                found.append(f"{place}.")
+                yield place
+
+    def _told(
+        self, model: nn.Module, holders: dict[_Place, dict[str, Any]], words: dict[str, str]
+    ) -> Iterator[str]:
+        """What else is other than when the model was sharded, in words."""
+        for path, module in self.modules.items():
+            if module.training is not model.training and "training" in _read_by(_class(module)):
+                yield f"{path}.training={module.training}"
+        for place in sorted(words.keys() | self.words.keys()):
+            word = words.get(place, "gone")
+            if word != self.words.get(place, "gone"):
+                yield f"{place}={word}"
         if self._now != self.dtype:
             yield f"parameters={self._now}"
         for name, was in self.asked.items():
             if self._around[name] != was:
                 yield f"torch.{name}()={self._around[name]}"
-        for (path, steps), kept in self.values.items():
+        for (path, steps), found in self.values.items():
             held = holders.get((path, steps), {})
-            for key, value in kept.items():
-                now = held.get(key, _MISSING)
-                if now is not value and not _same(now, value):
-                    word = "gone" if now is _MISSING else " ".join(described(now, "").values())
-                    yield f"{'.'.join(filter(None, (path, *steps, key)))}={word}"
+            for key, value in found.items():
+                given = held.get(key, MISSING)
+                if given is not value and not same(given, value):
+                    yield f"{'.'.join(filter(None, (path, *steps, key)))}={word_of(given)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
         new = Attributes.__new__(Attributes)
         new.__dict__.update(self.__getstate__())
+        new.modules = {place: copy.deepcopy(module, memo) for place, module in self.modules.items()}
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "state": "", "values": self.values, "dtype": self.dtype, "asked": self.asked,
-            "_around": self.asked, "_seen": None,
+            "state": "", "replaced": "", "values": self.values, "read": self.read, "dtype": self.dtype,
+            "asked": self.asked, "_around": self.asked, "words": self.words, "modules": self.modules,
+            "_seen": None, "_sizes": [],
         }  # fmt: skip
 
 
-def names_in(codes: Iterator[CodeType]) -> frozenset[str]:
-    """The names of attributes and globals in these codes and in those inside of them."""
-    found: set[str] = set()
-    todo = list(codes)
-    while todo:
-        code = todo.pop()
-        found |= {*code.co_names}
-        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return frozenset(found)
+class _Seen:
+    """What stood in some places."""
+
+    def __init__(self, places: Iterable[tuple[Table, str]]) -> None:
+        self._values: list[tuple[Any, str, Any]] = []  # in dicts, where most stay the same objects
+        self._others: list[tuple[Table, str, Any]] = []
+        for table, key in places:
+            value = table.get(key, MISSING)
+            in_dict = isinstance(table, (dict, MappingProxyType)) and value is not MISSING
+            (self._values if in_dict else self._others).append((table, key, kept(value)))
+
+    def is_other(self) -> bool:
+        """Whether anything else stands there now."""
+        try:
+            for table, key, value in self._values:
+                if table[key] is not value and not same(table[key], value):
+                    return True
+        except KeyError:
+            return True
+        for place, key, value in self._others:
+            now = place.get(key, MISSING)
+            if now is not value and not same(now, value):
+                return True
+        return False
 
 
 @lru_cache(maxsize=1024)
-def _read_by(kind: Any) -> frozenset[str]:
-    """The names in a module's own methods, but for those that do not run in a forward."""
-    return names_in(code for _, code in methods_of(kind))
+def _read_by(kind: Any, of_torch: bool = False) -> frozenset[str]:
+    """The names in a module's own methods, but for those that do not run in a forward; of those of torch
+    alone, which no trace notes."""
+    return names_in(
+        function.__code__ for base, function in methods_of(kind)
+        if not of_torch or base.__module__.partition(".")[0] == "torch"
+    )  # fmt: skip
 
 
-def _class(model: nn.Module, path: str) -> Any:
-    return type(model.get_submodule(path))
+def _class(module: nn.Module) -> Any:
+    return type(module)
 
 
 _ONE_WAY = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.modules.dropout._DropoutNd, nn.Identity)
@@ -152,19 +222,26 @@ def _has_one_way(module: nn.Module) -> bool:
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, _CALLED) or type(value) in _PLAIN:
-        return True
-    if type(value) not in _HELD or len(value) > _MOST:
-        return False
-    inside = (*value, *value.values()) if isinstance(value, dict) else value
-    return all(type(part) in _PLAIN for part in inside)
+@lru_cache(maxsize=1024)
+def _hidden(kind: Any, names: frozenset[str], asked: frozenset[str]) -> frozenset[str]:
+    """The attributes that a class has, or that its code may ask for, and an instance may come to have."""
+    of_class = {key for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for key in vars(base)}
+    plain = frozenset(key for key in of_class & names if has_number(kind, key))
+    return plain | (asked & asked_in(function.__code__ for _, function in methods_of(kind)))
 
 
-def _holders(model: nn.Module) -> Iterator[tuple[_Place, dict[str, Any]]]:
+def _children(model: nn.Module) -> Iterator[tuple[str, Any, str, nn.Module]]:
+    """Every module by its place, and where it stands."""
+    for path, module in model.named_modules():
+        for key, child in module._modules.items():
+            if child is not None:
+                yield f"{path}.{key}" if path else key, module._modules, key, child
+
+
+def _holders(modules: Mapping[str, nn.Module]) -> Iterator[tuple[_Place, dict[str, Any]]]:
     """The tables of attributes of each module, and of the plain objects that it holds; each once."""
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         todo: list[tuple[tuple[str, ...], Any]] = [((), module)]
         while todo:
             steps, value = todo.pop()
@@ -174,31 +251,7 @@ def _holders(model: nn.Module) -> Iterator[tuple[_Place, dict[str, Any]]]:
             seen.add(id(held))
             yield (path, steps), held
             if len(steps) < 2:
-                todo += [((*steps, key), part) for key, part in held.items() if _holds(part)]
-
-
-def _holds(value: Any) -> bool:
-    """Whether it is an object of a person's class: a config."""
-    kind = type(value)
-    if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType)) or callable(value):
-        return False
-    return hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _OTHERS
-
-
-_OTHERS = ("torch", "autotp", "builtins")
-
-
-def _kept(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, _HELD) else value
-
-
-def _same(now: Any, value: Any) -> bool:
-    if type(now) is not type(value) or isinstance(now, torch.Tensor):
-        return False
-    try:
-        return bool(now == value)
-    except Exception:  # of tensors in a container
-        return False
+                todo += [((*steps, key), part) for key, part in held.items() if holds(part)]
 
 
 def _first(model: nn.Module) -> tuple[dict[str, Any], str] | None:

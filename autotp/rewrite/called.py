@@ -45,7 +45,7 @@ def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
         return None
     guard = Called(model, analysis)
     given = analysis.given
-    attributes = Attributes(model, given.names, given.written, given.left)
+    attributes = Attributes(model, given.read, given.written, given.left)
     model.__dict__["forward"] = _Forward(model, model.__dict__.get("forward"), guard, attributes)
     return guard
 
@@ -74,17 +74,28 @@ class Called:
         for check in self.passed.get(key, ()):
             if check(args, kwargs):
                 return
-        self._look(model, key, state, args, kwargs)
+        self._look(model, key, state, attributes.replaced, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(
-        self, model: nn.Module, key: Any, state: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        key: Any,
+        state: str,
+        replaced: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         try:
             inspect.signature(type(model).forward).bind(model, *args, **kwargs)
         except TypeError:
             return  # the forward refuses it by itself
         words = signature(self.parameters, args, kwargs)
+        if replaced:
+            raise UnprovenPath(
+                f"{type(model).__name__} is called with another module as {replaced} than it was sharded "
+                "with\n  = help: put modules in the place of others before the model is sharded"
+            )
         given = Call(args, kwargs)
         if any(UNKNOWN in word for word in words.values()):
             self._raise(model, words, state, "it cannot be told what that is, so it cannot be proven")

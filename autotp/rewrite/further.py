@@ -24,6 +24,7 @@ from autotp.proof import Proof
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.size_guards import SizeGuard
 from autotp.prove import prove_call
+from autotp.rewrite.edits.text import NoSource
 from autotp.rewrite.undo import Change, Hooks, undo, without_later
 from autotp.trace.graph import TraceError, is_cache
 from autotp.trace.modes import Mode
@@ -133,6 +134,8 @@ def _proof(twin: nn.Module, analysis: Analysis, mode: Mode) -> tuple[Further, bo
         proof = prove_call(twin, analysis, mode)
     except TraceError as error:
         return Further(f"it cannot be traced: {error}"), True
+    except NoSource as error:
+        return Further(f"the edits of the model's code do not fit: {error}"), False
     found = errors(proof.diagnostics)
     if found:
         return Further(found[0].render()), any(d.code == "AT326" for d in found)

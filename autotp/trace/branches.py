@@ -36,6 +36,7 @@ class Watched:
 
     def __init__(self) -> None:
         self._lines: dict[int, tuple[CodeType, set[int]]] = {}
+        self._spaces: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._known: dict[int, CodeType | None] = {}  # a code's id -> itself if it is noted, and kept if not
         self._kept: list[CodeType] = []
         self._mine = False
@@ -44,6 +45,11 @@ class Watched:
     def ran(self) -> list[tuple[CodeType, set[int]]]:
         """Each code object that ran, and the lines of it that did."""
         return list(self._lines.values())
+
+    @property
+    def spaces(self) -> list[tuple[CodeType, dict[str, Any]]]:
+        """Each code object that ran, and its globals."""
+        return list(self._spaces.values())
 
     def __enter__(self) -> Watched:
         self._mine = sys.gettrace() is None
@@ -66,6 +72,7 @@ class Watched:
             if is_library(code.co_filename):
                 return None
             noted = self._lines[id(code)] = (code, set())
+            self._spaces[id(code)] = (code, frame.f_globals)
         add = noted[1].add
 
         def line(frame: FrameType, event: str, arg: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["carried_in", "codes_of", "methods_of"]
+__all__ = ["carried_in", "functions_of", "methods_of"]
 
 
 def carried_in(codes: Iterable[CodeType]) -> frozenset[str]:
@@ -28,17 +28,17 @@ def carried_in(codes: Iterable[CodeType]) -> frozenset[str]:
     return frozenset[str]().union(*map(_carried, codes))
 
 
-def codes_of(module: nn.Module) -> Iterator[CodeType]:
+def functions_of(module: nn.Module) -> Iterator[FunctionType]:
     """The methods of the classes of a model's modules, but for those of torch."""
     kinds: set[Any] = {type(part) for part in module.modules()}
     for kind in kinds:
-        for base, code in methods_of(kind):
+        for base, function in methods_of(kind):
             if base.__module__.partition(".")[0] not in ("torch", "autotp"):
-                yield code
+                yield function
 
 
 @lru_cache(maxsize=1024)
-def methods_of(kind: Any) -> tuple[tuple[type, CodeType], ...]:
+def methods_of(kind: Any) -> tuple[tuple[type, FunctionType], ...]:
     """The methods of a module's class, each with the class that has it, but for those of every module and
     those that run in no forward."""
     functions = (
@@ -47,7 +47,7 @@ def methods_of(kind: Any) -> tuple[tuple[type, CodeType], ...]:
         for name, value in vars(base).items()
         if isinstance(value, FunctionType) and not name.startswith("__") and name not in _ASIDE
     )
-    return tuple((base, f.__code__) for base, f in functions if isinstance(f, FunctionType))
+    return tuple((base, f) for base, f in functions if isinstance(f, FunctionType))
 
 
 _ASIDE = ("extra_repr", "reset_parameters")

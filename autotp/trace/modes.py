@@ -85,7 +85,8 @@ class Mode:
 
         Raises TraceError when it cannot be traced.
         """
-        with training(module, self.training):
+        # A model in use may have parts that rest: `model.encoder.eval()`.
+        with contextlib.nullcontext() if self.as_given else training(module, self.training):
             return capture(
                 module, self.args, self.kwargs,
                 grad=self.grad, shapes=shapes, before=before, after=after,

@@ -1,8 +1,8 @@
 """Leave no trace: whatever a forward stores while it runs on fake tensors is taken back.
 
 Restored are the attributes of every module, of every plain object that a module holds (configs, caches),
-their lists, dicts and sets, the class attributes of the modules' classes, and the module-level tables and
-`lru_cache`s of the files that define them: a table of masks must not keep fake tensors.
+their lists, dicts and sets, the class attributes of the modules' classes, and the module-level numbers,
+tables and `lru_cache`s of the files that define them: a table of masks must not keep fake tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _LEAVES = (
     torch.Tensor, torch.dtype, torch.device, torch.Generator,
 )  # fmt: skip
 _PLAIN = frozenset([type(None), bool, int, float, str, types.FunctionType])  # most of what there is
+_NUMBERS = frozenset([type(None), bool, int, float, str])
 _EMPTY = frozenset([dict, OrderedDict, list, set])
 
 
@@ -77,6 +78,7 @@ class _Saved:
         self.empty: list[Any] = []
         self.kinds: list[tuple[type, dict[str, Any]]] = []
         self.cached: list[tuple[Any, int]] = []
+        self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.seen: set[int] = set()
 
     def all_of(self, root: nn.Module) -> None:
@@ -116,14 +118,18 @@ class _Saved:
         self.objects(v for v in vars(kind).values() if isinstance(v, _CONTAINERS))
 
     def file(self, module: types.ModuleType) -> None:
+        numbers: dict[str, Any] = {}
         for name, value in list(vars(module).items()):
             if name.startswith("__"):
                 continue
-            if type(value) in (dict, list, set) and id(value) not in self.seen:
+            if type(value) in _NUMBERS:
+                numbers[name] = value
+            elif type(value) in (dict, list, set) and id(value) not in self.seen:
                 self.seen.add(id(value))
                 self.containers.append((value, value.copy()))
             elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
                 self.cached.append((value, value.cache_info().misses))
+        self.globals.append((vars(module), numbers))
 
     def restore(self) -> None:
         for attributes, before in self.attributes:
@@ -149,6 +155,10 @@ class _Saved:
             for name, value in held.items():
                 if vars(kind).get(name) is not value:
                     setattr(kind, name, value)
+        for table, numbers in self.globals:
+            for name, value in numbers.items():
+                if table.get(name) is not value:
+                    table[name] = value
         for function, misses in self.cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()

@@ -1,0 +1,106 @@
+"""What the code of a forward reads besides its arguments and tensors, by name.
+
+    FLAG, settings.FLAG, OPTIONS["k"]        globals of its file
+    self.flag, self.config.flag              attributes
+    getattr(self, "flag", False)             a word that may name an attribute
+    os.environ.get("FLAG")                   a variable of the environment
+
+What stands there is looked at before each call (`rewrite/attributes.py`, `rewrite/around.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+__all__ = ["Consulted", "Space", "asked_in", "consulted", "names_in"]
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The globals of a file. Where it is pickled, it is its name."""
+
+    name: str
+    table: dict[str, Any] = field(repr=False)
+
+    def __reduce__(self) -> Any:
+        return _space, (self.name,)
+
+    def __deepcopy__(self, memo: object) -> Space:
+        return self
+
+
+def _space(name: str) -> Space:
+    return Space(name, vars(sys.modules[name]) if name in sys.modules else {})
+
+
+@dataclass(frozen=True)
+class Consulted:
+    """`names` of attributes and globals that the code has, words that it may ask attributes by (`asked`),
+    `variables` of the environment, and the globals that it names of each file."""
+
+    names: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
+    globals: tuple[tuple[Space, frozenset[str]], ...] = ()
+
+
+def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
+    """What functions read; each is its code and its globals.
+
+    >>> def forward(self, x):
+    ...     return x if getattr(self, "flag", False) else print(x)
+    >>> found = consulted([(forward.__code__, {"print": print, "y": 1})])
+    >>> sorted(found.names), found.asked, found.globals[0][1]
+    (['getattr', 'print'], frozenset({'flag'}), frozenset({'print'}))
+    """
+    tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    codes = []
+    for code, table in ran:
+        names = names_in([code])
+        tables.setdefault(id(table), (table, set()))[1].update(name for name in names if name in table)
+        codes.append(code)
+    return Consulted(
+        names_in(codes),
+        asked_in(codes),
+        _words_in(codes, _ENVIRONMENT),
+        tuple(
+            (Space(str(table.get("__name__")), table), frozenset(names)) for table, names in tables.values()
+        ),
+    )
+
+
+_ASKING = frozenset(["getattr", "hasattr"])
+_ENVIRONMENT = frozenset(["environ", "getenv"])
+
+
+def names_in(codes: Iterable[CodeType]) -> frozenset[str]:
+    """The names of attributes and globals in these codes and in those inside of them."""
+    return frozenset(name for code in _within(codes) for name in code.co_names)
+
+
+def asked_in(codes: Iterable[CodeType]) -> frozenset[str]:
+    """The words by which these codes may ask attributes."""
+    return _words_in(codes, _ASKING)
+
+
+def _words_in(codes: Iterable[CodeType], where: frozenset[str]) -> frozenset[str]:
+    """The words in codes with one of the names `where`."""
+    return frozenset(
+        word
+        for code in _within(codes)
+        if not where.isdisjoint(code.co_names)
+        for word in code.co_consts
+        if type(word) is str and word.isidentifier()
+    )
+
+
+def _within(codes: Iterable[CodeType]) -> Iterable[CodeType]:
+    todo = list(codes)
+    while todo:
+        code = todo.pop()
+        yield code
+        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
