@@ -157,7 +157,7 @@ class Attributes:
                     yield f"{'.'.join(filter(None, (path, *steps, key)))}={word_of(given)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
-        new = Attributes.__new__(Attributes)
+        new = memo[id(self)] = Attributes.__new__(Attributes)
         new.__dict__.update(self.__getstate__())
         new.modules = {place: copy.deepcopy(module, memo) for place, module in self.modules.items()}
         return new

@@ -7,6 +7,10 @@ shapes alone (`rewrite/further.py`), and remembered. Else it raises. The guard s
 `forward`, however that is called.
 
 A number of which nothing sharded depends, and which the code never asks, is proven once for all.
+
+A part of the model that is called by itself (`model.encoder(x)`) has a guard, too: such a call is proven as
+one of a model that only calls this part. Within a call of the model, and when its activations are computed
+again in backward, a part's guard only asks whether it is so.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ from autotp.propagate.given import Proven, Traced
 from autotp.propagate.size_guards import SizeGuard, holds
 from autotp.rewrite.attributes import Attributes
 from autotp.rewrite.free_numbers import free_numbers
-from autotp.rewrite.further import Call, proven_anew, whole
+from autotp.rewrite.further import Call, only_calls, proven_anew, whole
 from autotp.rewrite.sized_calls import Check, Sizes, check_of, sizes_of
 from autotp.rewrite.undo import Change, hooks
 from autotp.trace.graph import is_cache, parameters_of
+from autotp.trace.hooks import in_backward
 from autotp.trace.modes import takes_cache
 from autotp.trace.signature import UNKNOWN, Words, described, is_filled, signature
 
@@ -44,14 +49,22 @@ def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
     if analysis.given is None:
         return None
     guard = Called(model, analysis)
+    within = _Within(model, guard)
+    layers = {p.path for p in analysis.matches.placed.values() if p.target == "module"}
+    for path, module in model.named_modules():
+        holds = any(name.startswith(f"{path}.") for name in analysis.layouts)
+        if path and holds and path not in layers and "_forward_unimplemented" not in str(module.forward):
+            module.__dict__["forward"] = _Part(module, module.__dict__.get("forward"), within, path)
     given = analysis.given
-    attributes = Attributes(model, given.read, given.written, given.left)
-    model.__dict__["forward"] = _Forward(model, model.__dict__.get("forward"), guard, attributes)
+    within.attributes = Attributes(model, given.read, given.written, given.left)
+    model.__dict__["forward"] = _Forward(model, model.__dict__.get("forward"), within)
     return guard
 
 
 class Called:
-    """What is known of the calls of one sharded model, on one rank."""
+    """What is known of the calls of one sharded model, on one rank; or of one of its parts, by its `path`."""
+
+    path = ""
 
     def __init__(self, model: nn.Module, analysis: Analysis) -> None:
         assert analysis.given is not None
@@ -64,6 +77,15 @@ class Called:
         self.before: Call | None = None  # the last call that may fill a cache
         self.hooks = hooks(model)
         self.changes: Mapping[str, Change] = {}  # told when the model is sharded
+
+    def part(self, model: nn.Module, path: str) -> Called:
+        """The guard of a part of the model, of which no call is proven yet."""
+        module = model.get_submodule(path)
+        new = copy.copy(self)
+        new.path, new.passed, new.before = path, {}, None
+        new.proven = replace(self.proven, calls=frozenset(), free=frozenset(), states={})
+        new.parameters, new.fills = parameters_of(module.forward), takes_cache(module) is not None
+        return new
 
     def look(
         self, model: nn.Module, attributes: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -86,8 +108,11 @@ class Called:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
+        if self.path and in_backward():
+            return  # what was called in the forward is computed again
+        part = model.get_submodule(self.path)
         try:
-            inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+            inspect.signature(type(part).forward).bind(part, *args, **kwargs)
         except TypeError:
             return  # the forward refuses it by itself
         words = signature(self.parameters, args, kwargs)
@@ -129,11 +154,15 @@ class Called:
             twin = whole(model, self.changes, self.shapes, self.hooks)
         except Exception as error:
             self._raise(model, words, state, f"the model cannot be copied to be proven anew: {error}")
+        if self.path:
+            only_calls(twin, self.path)
         further = proven_anew(twin, self.analysis, call, self.before, **how)
         if further.reason:
             self._raise(model, words, state, further.reason, _sized(known, sizes))
         new = self.proven.unlike(words)
-        free, noted = free_numbers(twin, self.analysis, call, further, self.parameters, new, **how)
+        free, noted = frozenset[str](), further
+        if not self.path:
+            free, noted = free_numbers(twin, self.analysis, call, further, self.parameters, new, **how)
         proofs = [each.proof for each in (further, noted) if each.proof is not None]
         for proof in proofs:
             for region in self.analysis.regions:
@@ -144,9 +173,15 @@ class Called:
 
     def _raise(self, model: nn.Module, words: Words, state: str, reason: str, sized: str = "") -> NoReturn:
         new = [] if sized else self.proven.unlike(words)
-        shown = [f"{p}={words[p]} (it was proven {self.proven.shown(p)})" for p in new]
+        was = "" if self.path else " (it was proven {})"
+        shown = [f"{p}={words[p]}{was.format(self.proven.shown(p))}" for p in new]
         told = " and ".join(shown) or sized or ", ".join(f"{p}={w}" for p, w in words.items()) + " together"
         told += f" and {state} since it was sharded" if state else ""
+        if self.path:
+            raise UnprovenPath(
+                f"{self.path} is called by itself with {told}: {reason}\n  = help: call the model, and not "
+                "its parts; or shard this part, as a model of its own"
+            )
         raise UnprovenPath(
             f"{type(model).__name__} is called with {told}: {reason}\n  = help: shard "
             "the model with inputs= that call it this way, to see what the plan lacks"
@@ -170,17 +205,45 @@ def _sized(known: list[Traced], sizes: Sizes) -> str:
     return f"{' and '.join(shown) or 'other sizes'}, which {guard.where} asks"
 
 
+class _Within:
+    """What the guards of a model share: the model, its attributes, and whether a call of it runs.
+
+    A copy of a part alone, without its model, has no guard.
+    """
+
+    def __init__(self, model: nn.Module | None, guard: Called) -> None:
+        self.model = None if model is None else weakref.ref(model)
+        self.guard, self.inside = guard, False
+        self.attributes: Attributes | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
+        model = None if self.model is None else self.model()
+        new = memo[id(self)] = _Within(memo.get(id(model)), self.guard)
+        new.attributes = copy.deepcopy(self.attributes, memo) if new.model is not None else None
+        return new
+
+    def __reduce__(self) -> Any:
+        return _Within, (None, self.guard)  # `_Forward` puts the model and its attributes in
+
+
 class _Forward:
     """A model's forward behind its guard. It stands on the instance, so that the class stays what it was."""
 
-    def __init__(self, model: nn.Module, own: Any, guard: Called, attributes: Attributes) -> None:
-        self.model, self.own, self.guard, self.attributes = weakref.ref(model), own, guard, attributes
+    def __init__(self, model: nn.Module, own: Any, within: _Within, attributes: Any = None) -> None:
+        self.model, self.own, self.within = weakref.ref(model), own, within
+        if attributes is not None:
+            within.model, within.attributes = self.model, attributes
+        self.guard, self.attributes = within.guard, within.attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self.model()
-        assert model is not None
+        model, within = self.model(), self.within
+        assert model is not None and self.attributes is not None
         self.guard.look(model, self.attributes, args, kwargs)
-        return _inner(model, self.own)(*args, **kwargs)
+        was, within.inside = within.inside, True
+        try:
+            return _inner(model, self.own)(*args, **kwargs)
+        finally:
+            within.inside = was
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__wrapped__", "__name__", "__func__", "__self__"):
@@ -190,11 +253,49 @@ class _Forward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
         model: Any
-        model, own, attributes = copy.deepcopy((self.model(), self.own, self.attributes), memo)
-        return _Forward(model, own, self.guard, attributes)
+        model, own, within = copy.deepcopy((self.model(), self.own, self.within), memo)
+        return _Forward(model, own, within)
 
     def __reduce__(self) -> Any:
-        return _Forward, (self.model(), self.own, self.guard, self.attributes)
+        return _Forward, (self.model(), self.own, self.within, self.attributes)
+
+
+class _Part(_Forward):
+    """The forward of a part of a model."""
+
+    def __init__(self, model: nn.Module, own: Any, within: _Within, path: str) -> None:
+        self.model, self.own, self.within, self.path = weakref.ref(model), own, within, path
+        self.called: Called | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, within = self.model(), self.within
+        assert module is not None
+        model = None if within.inside or within.model is None else within.model()
+        if model is None:
+            return _inner(module, self.own)(*args, **kwargs)
+        if self.called is None:
+            self.called = within.guard.part(model, self.path)
+        assert within.attributes is not None
+        self.called.look(model, within.attributes, args, kwargs)
+        within.inside = True
+        try:
+            return _inner(module, self.own)(*args, **kwargs)
+        finally:
+            within.inside = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Part) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
+        module: Any
+        module, own, within = copy.deepcopy((self.model(), self.own, self.within), memo)
+        return _Part(module, own, within, self.path)
+
+    def __reduce__(self) -> Any:
+        return _Part, (self.model(), self.own, self.within, self.path)
 
 
 def _inner(model: nn.Module, own: Any) -> Any:

@@ -9,6 +9,7 @@ with that call first, and the call follows on the cache that it fills.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from autotp.trace.modes import Mode
 from autotp.trace.recorder import Given
 from autotp.trace.signature import is_filled
 
-__all__ = ["Call", "Further", "length_of", "proven_anew", "whole"]
+__all__ = ["Call", "Further", "length_of", "only_calls", "proven_anew", "whole"]
 
 NAME = "this call"
 
@@ -205,6 +206,17 @@ def whole(
     without_later(twin, hooks)
     twin.__dict__.pop("_autotp", None)
     return twin
+
+
+def only_calls(twin: nn.Module, path: str) -> None:
+    """Let a model do nothing but call one of its parts."""
+    part = twin.get_submodule(path)
+
+    @functools.wraps(part.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return part(*args, **kwargs)
+
+    twin.__dict__["forward"] = forward
 
 
 # -- caches
