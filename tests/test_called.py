@@ -221,6 +221,12 @@ def _given(is_wrong):
     return forward
 
 
+def _checks(self, x):
+    if x.shape[1] > 7:
+        raise ValueError("at most 7 tokens")
+    return self.fc2(self.fc1(x))
+
+
 def _both(self, x, flag=False, mask=None):
     h = self.fc1(x) if mask is None else self.fc1(x) * mask
     return self.fc2(h.cumsum(-1) if flag and mask is not None else h)
@@ -389,6 +395,18 @@ def test_an_attribute_that_is_set_later_is_proven_or_refused(asks, right, refuse
             rank(X)
     put(before)
     _same(model, ranks, X)
+
+
+def test_what_the_model_itself_refuses_is_told_in_its_words():
+    _, ranks = _ranks(_checks)
+    for rank in ranks:
+        with pytest.raises(UnprovenPath) as raised:
+            rank(X.repeat(1, 2, 1))
+        assert str(raised.value) == (
+            "Model is called with x of size 10 in dim 1, which tests/test_called.py:"
+            f"{_checks.__code__.co_firstlineno + 1} asks: it cannot be traced: ValueError: at most 7 tokens\n"
+            "  = help: shard the model with inputs= that call it this way, to see what the plan lacks"
+        )
 
 
 def test_what_the_code_asks_of_torch_is_looked_at():

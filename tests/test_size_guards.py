@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -63,6 +64,14 @@ def _asked(x):
     return int(x.shape[1]) > 40
 
 
+def _elements(x):
+    return x.shape.numel() > 8 * 80 and x.size().numel() > 8 * 80
+
+
+def _divisor(x):
+    return math.gcd(x.shape[1], 50) == 50
+
+
 KINDS = {
     "if": _long,
     "while": _while,
@@ -76,6 +85,11 @@ KINDS = {
     "len": lambda x, h, d: h.flip(d) if len(x[0]) > 40 else h,
     "intermediate": lambda x, h, d: h.flip(d) if h.shape[1] + 1 > 40 else h,
     "merged": lambda x, h, d: h.flip(d) if x.flatten(0, 1).shape[0] > 80 else h,
+    "elements of a shape": lambda x, h, d: h.flip(d) if _elements(x) else h,
+    "divisor": lambda x, h, d: h.flip(d) if _divisor(x) else h,
+    "parts": lambda x, h, d: h.flip(d) if [*x.split(40, dim=1)][1:] else h,
+    "chunks": lambda x, h, d: h.flip(d) if len(torch.chunk(x, 60, 1)) > 40 else h,
+    "slices": lambda x, h, d: h.flip(d) if len(x.unbind(1)) > 40 else h,
     "helper": lambda x, h, d: h.flip(d) if _asked(x) else h,
     "greatest": lambda x, h, d: h.flip(d) if max(x.shape) > 40 else h,
     "rows": lambda x, h, d: h.flip(d) if [i for i, _ in enumerate(x[0]) if i > 40] else h,

@@ -43,7 +43,7 @@ class SizeGuard:
 
 
 NAMES: Mapping[str, Any] = {"__builtins__": {}, "abs": abs, "int": int, "float": float, "bool": bool,
-                            "round": round, "divmod": divmod, "step": step_of}  # fmt: skip
+                            "round": round, "max": max, "divmod": divmod, "step": step_of}  # fmt: skip
 """What the text of a guard may name."""
 
 

@@ -84,11 +84,13 @@ class Notes:
         self._known: set[tuple[Any, ...]] = set()
         self._inside: dict[int, tuple[CodeType, tuple[str, int, int]]] = {}  # a code keeps its id
 
-    def ask(self, formula: Formula, outcome: Any, dims: frozenset[Dim], *, unseen: bool = False) -> None:
-        """The code that called the caller gets this outcome."""
+    def ask(
+        self, formula: Formula, outcome: Any, dims: frozenset[Dim], *, unseen: bool = False, depth: int = 0
+    ) -> None:
+        """The code that called the caller, or `depth` callers further, gets this outcome."""
         if not self.open or not dims or any(dim == _ARGUMENT for _, dim in dims):
             return
-        frame = sys._getframe(2)
+        frame = sys._getframe(2 + depth)
         code = frame.f_code
         if is_library(code.co_filename):
             return

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
+import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,16 +31,19 @@ def noting(name_of: Name) -> Iterator[Notes]:
     log = Notes()
     replaced = _readers(name_of, log)
     before = {name: vars(torch.Tensor).get(name, _INHERITED) for name in replaced}
-    patched: Any = builtins
-    numel, counting = torch.numel, patched.range
+    functions: dict[tuple[Any, str], Any] = {(builtins, "range"): _counting(log)}
+    functions |= {(torch, name): replaced[name] for name in ("numel", *_PARTS)}
+    functions |= {(math, name): _read_by(getattr(math, name), log) for name in _WHOLE}
+    were = {place: getattr(*place) for place in functions}
     try:
         for name, reader in replaced.items():
             setattr(torch.Tensor, name, reader)
-        torch.numel = replaced["numel"]
-        patched.range = _counting(log)
+        for (module, name), function in functions.items():
+            setattr(module, name, function)
         yield log
     finally:
-        torch.numel, patched.range = numel, counting
+        for (module, name), was in were.items():
+            setattr(module, name, was)
         for name, was in before.items():
             if was is _INHERITED:
                 delattr(torch.Tensor, name)
@@ -77,6 +84,30 @@ def _counting(log: Notes) -> Any:
 
 
 _RANGE = range
+
+
+_WHOLE = ("gcd", "lcm", "isqrt", "comb", "perm", "factorial", "log", "log2", "log10")
+"""Functions of `math` that read whole numbers unseen."""
+
+
+def _read_by(function: Any, log: Notes) -> Any:
+    @functools.wraps(function)
+    def read(*numbers: Any) -> Any:
+        for number in numbers:
+            if is_noted(number):
+                log.escaped(noted_dims(number))
+                log.ask(formula_of(number), plain(number), noted_dims(number))
+        return function(*map(plain, numbers))
+
+    return read
+
+
+_PARTS = {
+    "split": "-(-{0} // max(1, {1}))",
+    "chunk": "-(-{0} // max(1, -(-{0} // {1})))",
+    "unbind": "{0}",
+}
+"""How many parts these make of a dim's size, by the number that they are given."""
 
 
 def _own() -> bool:
@@ -124,7 +155,14 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
             return shape
         found = sized(tensor, shape)
         log.read(frozenset().union(*map(noted_dims, found)), *found)
+        multiplied(tensor)
         return found
+
+    def multiplied(tensor: torch.Tensor) -> None:
+        """`x.shape.numel()` is computed unseen."""
+        frame = sys._getframe(2)
+        if "numel" in frame.f_code.co_names and _next(frame) == "numel":
+            log.ask(counted(tensor), base.numel(tensor), dims_of(tensor), depth=1)
 
     def read_size(tensor: torch.Tensor, dim: Any = None) -> Any:
         found = base.size(tensor) if dim is None else base.size(tensor, dim)
@@ -134,6 +172,7 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
         found = whole if dim is None else whole[dim] if isinstance(dim, int) else found
         each = found if dim is None else [found]
         log.read(frozenset().union(*map(noted_dims, each)), *each)
+        multiplied(tensor)
         return found
 
     def count(tensor: torch.Tensor) -> Any:
@@ -162,6 +201,24 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
             log.ask(Size((name, 0), shape[0]), shape[0], frozenset([(name, 0)]))
         return iterated(tensor)
 
+    def parting(name: str, text: str) -> Any:
+        function = getattr(base, name, None) or getattr(torch.Tensor, name)
+
+        def part(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+            parts = function(tensor, *given, **named)
+            number, dim = _parted(name, given, named)
+            known = isinstance(number, int) and isinstance(dim, int) and _own()
+            if known and (of := name_of(tensor)) is not None:
+                shape = base.shape.__get__(tensor)
+                place = (of, plain(dim) % max(1, len(shape)))
+                if shape and type(shape[place[1]]) is int:
+                    formula = (text, Size(place, shape[place[1]]), formula_of(number))
+                    dims = frozenset([place]) | noted_dims(number)
+                    log.ask(formula if formula[2] is not None else None, len(parts), dims)
+            return parts
+
+        return part
+
     def bounded(tensor: torch.Tensor, key: Any) -> None:
         """Note the bounds of slices in `tensor[key]`, each compared with its dim."""
         with aside():
@@ -184,9 +241,23 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
     return {
         "shape": property(read_shape), "size": read_size, "numel": count, "nelement": count,
         "nbytes": property(read_bytes), "stride": read_stride, "__len__": length,
-        "__iter__": iterate,
+        "__iter__": iterate, **{name: parting(name, text) for name, text in _PARTS.items()},
         "__getitem__": taken, "__setitem__": put,
     }  # fmt: skip
+
+
+def _parted(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """The number that a tensor is parted by, and the dim."""
+    first = () if name == "unbind" else (named.get("split_size", named.get("chunks")),)
+    if name != "unbind" and given:
+        first, given = given[:1], given[1:]
+    return (first[0] if first else 1), (given[0] if given else named.get("dim", 0))
+
+
+def _next(frame: FrameType) -> Any:
+    """The name that the code of a frame asks for next."""
+    later = (one for one in dis.get_instructions(frame.f_code) if one.offset > frame.f_lasti)
+    return next((one.argval for one in later if one.opname != "CACHE"), None)
 
 
 def _bounds(key: Any, dims: int) -> Iterator[tuple[int, Any]]:
