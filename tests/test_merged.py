@@ -8,13 +8,14 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.comm import simulate
+from autotp.comm import group_of, simulate
 from autotp.diagnostic import UsageError
+from autotp.rewrite.apply import apply
 from tests import parallel
 
 PLAN = {"a1": "column", "a2": "row", "b1": "column", "b2": "row"}
@@ -111,67 +112,68 @@ def test_explain_shows_where_the_sum_is_reduced():
     ]
 
 
-def layer(kind):
+BLOCKS = {
+    "gpt_neox": {"intermediate_size": 37, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "gptj": {"n_inner": 37, "rotary_dim": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1},
+    "cohere": {"intermediate_size": 37, "num_key_value_heads": 3},
+    "falcon": {"multi_query": False, "hidden_dropout": 0.1},
+    "llama": {"intermediate_size": 37, "num_key_value_heads": 3},
+}
+
+
+def built(kind):
+    """A language model of the kind, in training: of those that have it, with dropout in each branch."""
     torch.manual_seed(0)
-    sizes = {
-        "gpt_neox": {
-            "hidden_size": 24,
-            "num_attention_heads": 3,
-            "intermediate_size": 37,
-            "num_hidden_layers": 1,
-        },
-        "gptj": {"n_embd": 24, "n_head": 3, "n_inner": 37, "n_layer": 1, "rotary_dim": 4},
-        "cohere": {
-            "hidden_size": 24,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "intermediate_size": 37,
-            "num_hidden_layers": 1,
-        },
-        "falcon": {
-            "hidden_size": 24,
-            "num_attention_heads": 3,
-            "num_hidden_layers": 1,
-            "multi_query": False,
-            "hidden_dropout": 0.1,
-        },
-    }[kind]
-    config = transformers.AutoConfig.for_model(kind, vocab_size=61, **sizes)
-    return transformers.AutoModel.from_config(config).eval()
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=61, tie_word_embeddings=False, **sizes, **BLOCKS[kind]
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+class Moved(TorchDispatchMode):
+    """Counts whatever torch.distributed moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = collections.Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ran[op.__name__] += "c10d" in op.namespace
+        return op(*args, **(kwargs or {}))
+
+
+def moved(model, ids):
+    """What a forward and a backward move."""
+    found = []
+    with Moved() as forward:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    with Moved() as backward:
+        loss.backward()
+    for ran in (forward.ran, backward.ran):
+        found.append({name.partition(".")[0]: count for name, count in ran.items() if count})
+    return found
 
 
 def _counted(rank, size, kind):
-    """The all-reduces of a model of one layer, forward and backward, and what the analysis says of them."""
-    plain, ran = dist.all_reduce, collections.Counter()
-
-    def all_reduce(*args, **kwargs):
-        ran["all"] += 1
-        return plain(*args, **kwargs)
-
-    model = layer(kind).train()
-    rules = {n: r for n, r in autotp.Plan.load(f"plans/{kind}.yaml").rules.items() if r.style != "vocab"}
-    rules.pop("lm_head", None)
-    said = autotp.analyze(model, rules, tp=size).collectives
-    autotp.shard(model, rules)
-    dist.all_reduce = all_reduce
-    try:
-        y = model(inputs_embeds=torch.randn(2, 5, 24, requires_grad=True)).last_hidden_state
-        forward = ran["all"]
-        y.square().sum().backward()
-    finally:
-        dist.all_reduce = plain
-    told = tuple(sum(c.calls for c in said if c.direction == d) for d in ("forward", "backward"))
-    return [(forward, ran["all"] - forward), told]
+    """What a forward and a backward of two layers move, and whether the analysis says as many."""
+    model, ids = built(kind), torch.arange(10).view(2, 5) + 3
+    analysis = autotp.analyze(model, kind, tp=size)
+    ran = moved(apply(model, analysis, group_of(None)), ids)
+    told = [sum(c.calls for c in analysis.collectives if c.direction == d) for d in ("forward", "backward")]
+    return ran, [sum(counts.values()) for counts in ran] == told
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "backward"),
-    # GPT-J's branches and Cohere's read one value and share its copy; the others have a norm before each
-    [("gptj", 1), ("gpt_neox", 2), ("cohere", 1), ("falcon", 2)],
+    ("kind", "forward", "backward"),
+    # GPT-J's branches and Cohere's read one value and share its copy; NeoX and Falcon have a norm before each
+    [("llama", 2, 2), ("gptj", 1, 1), ("gpt_neox", 1, 2), ("cohere", 1, 1), ("falcon", 1, 2)],
 )
-def test_one_all_reduce_forward_of_parallel_branches(ranks, kind, backward):
-    assert ranks(2)(_counted, kind) == [[(1, backward)] * 2] * 2
+def test_what_each_layer_moves(ranks, kind, forward, backward):
+    """Beside the two layers the embedding is summed, the head gathered, and its input's gradient summed."""
+    ran = [{"allreduce_": 2 * forward + 1, "_allgather_base_": 1}, {"allreduce_": 2 * backward + 1}]
+    assert ranks(2)(_counted, kind) == [(ran, True)] * 2
 
 
 def both(module, x):
