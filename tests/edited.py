@@ -286,6 +286,16 @@ class RearrangedByLambda(Mixed):
         return found
 
 
+class DecidedByValues(Mixed):
+    """Rows in parts whose sizes values decide, as experts are given their tokens; then a size of the model."""
+
+    def split(self, h):
+        even = torch.arange(len(h)) % 2 == 0
+        parts = h.split(torch.stack((even.sum(), (~even).sum())).tolist())
+        zeros = torch.zeros((len(h), self.heads * self.dim), dtype=h.dtype)
+        return zeros.index_add(0, torch.arange(len(h)), torch.cat(parts)).view(len(h), -1, self.dim)
+
+
 class Directly(nn.Module):
     """A layer whose forward is called past its hooks."""
 
@@ -302,7 +312,7 @@ WAYS: dict[str, type[nn.Module]] = {
     for kind in (
         Positional, Square, Keyword, EarlierLine, EarlierList, Private, Computed, Merged, Checked,
         Comprehension, Lambda, Helper, Decorated, Static, Super, NotSelf, Names, Multiline, Rearranged,
-        RearrangedByLambda, Directly,
+        RearrangedByLambda, DecidedByValues, Directly,
     )
 }  # fmt: skip
 

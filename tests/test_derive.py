@@ -429,6 +429,36 @@ def test_a_small_table_is_not_worth_a_sum():
     assert left.name == "positions.weight" and left.message.startswith("a small table")
 
 
+class Turned(nn.Module):
+    """Heads that a table of positions turns: it is looked up once, and cut before any layer is."""
+
+    def __init__(self, width=24, heads=6):
+        super().__init__()
+        self.size = width // heads
+        self.places = nn.Embedding(32, 2 * self.size)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(width, width) for name in "qkvo"}) for _ in range(2)
+        )
+
+    def forward(self, x):
+        with torch.no_grad():  # as of sines
+            sin, cos = self.places(torch.arange(x.shape[1])).chunk(2, dim=-1)
+        for layer in self.layers:
+            q, k, v = (layer[n](x).unflatten(-1, (-1, self.size)).transpose(1, 2) for n in "qkv")
+            q, k = (
+                h * cos + torch.stack((-h[..., 1::2], h[..., ::2]), -1).reshape_as(h) * sin for h in (q, k)
+            )
+            x = x + layer["o"](((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x
+
+
+def test_what_is_cut_already_does_not_count_again():
+    """The table that all layers read has its rule: none of them gains by it, and each is found alone."""
+    found, _ = _found(Turned(), inputs=SAMPLE)
+    for n in (0, 1):
+        assert found.groups[f"layers.{n}.q"] == {f"layers.{n}.{m}" for m in "qkvo"}
+
+
 class Slopes(Block):
     """A table of each head's decay, kept as a buffer, as lightning attention has it."""
 

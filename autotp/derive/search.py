@@ -1,8 +1,8 @@
 """From one matrix to a set of rules that propagates without conflict.
 
 A matrix is cut; the first conflict in the graph says what else must be cut, or how (repairs.py). The steps
-make a small tree, walked depth first. Of the clean ends the one that cuts the most bytes is taken, and of
-those the one that moves the fewest elements.
+make a small tree, walked depth first. Of the clean ends the one that cuts the most bytes beyond what is cut
+already is taken, and of those the one that moves the fewest elements.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def search(
         if outcome.clean and outcome.statistics and not statistics:
             continue
         if outcome.clean:
-            worth = (board.nbytes(assignment), -outcome.moved, -len(assignment))
+            new = {key: rule for key, rule in assignment.items() if key not in rules}
+            worth = (board.nbytes(new), -outcome.moved, -len(assignment))
             if not best or worth > best:
                 best, found.rules = worth, assignment
             limit = min(limit, tries + AFTER_CLEAN)

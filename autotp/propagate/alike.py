@@ -32,7 +32,10 @@ def shown(value: torch.Tensor | None) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Lists for every sequence, so that spellings compare."""
+    """Lists for every sequence, so that spellings compare; a number that values decide by its name, as in a
+    graph."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return str(value)
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
