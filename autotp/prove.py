@@ -41,6 +41,7 @@ from autotp.propagate.given import calls_of, guard_of
 from autotp.propagate.mapped import counted
 from autotp.propagate.merged import Sum, between, meeting, merged, within_layers
 from autotp.propagate.ops import draws
+from autotp.propagate.planned import raw_modules
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
@@ -143,8 +144,7 @@ class _Prover:
         self.first = dict(inventory.aliases)
         tensors = inventory.tensors()
         self.shapes = {n: t.shape for n, t in tensors.items()}
-        # A layer of which a rule cuts one tensor by itself is a module of raw tensors.
-        raw = {p.path.rpartition(".")[0] for p in matches.placed.values() if p.target == "tensor"}
+        raw = raw_modules(matches)
         self.kinds = {
             t.name: "other" if m.path in raw else m.kind
             for m in inventory.modules.values()

@@ -286,8 +286,23 @@ class RearrangedByLambda(Mixed):
         return found
 
 
+class Contiguous(Mixed):
+    """With one head the value is contiguous already: a rank leaves an op out."""
+
+    def split(self, h):
+        turned = h.view(len(h), self.heads, self.dim).transpose(0, 1).contiguous()
+        return turned.transpose(0, 1)
+
+
+class WholeSlice(Mixed):
+    """A slice that takes all there is of a rank's part: an alias, which does not show its bound."""
+
+    def split(self, h):
+        return h[:, : self.heads * self.dim].view(len(h), -1, self.dim)
+
+
 class DecidedByValues(Mixed):
-    """Rows in parts whose sizes values decide, as experts are given their tokens; then a size of the model."""
+    """Rows in parts whose sizes values decide, as experts are given theirs; then a size of the model."""
 
     def split(self, h):
         even = torch.arange(len(h)) % 2 == 0
@@ -312,7 +327,7 @@ WAYS: dict[str, type[nn.Module]] = {
     for kind in (
         Positional, Square, Keyword, EarlierLine, EarlierList, Private, Computed, Merged, Checked,
         Comprehension, Lambda, Helper, Decorated, Static, Super, NotSelf, Names, Multiline, Rearranged,
-        RearrangedByLambda, DecidedByValues, Directly,
+        RearrangedByLambda, Contiguous, WholeSlice, DecidedByValues, Directly,
     )
 }  # fmt: skip
 

@@ -411,6 +411,26 @@ def test_functional_weights():
     assert autotp.verify(models.Functional(), "auto", tp=2, inputs=torch.randn(5, 7, 16)).ok
 
 
+class TorchAttention(nn.Module):
+    """torch's own attention, whose tensors are raw."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(24), nn.MultiheadAttention(24, 6, batch_first=True)
+
+    def forward(self, x):
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_attention_of_torch():
+    found, _ = _found(TorchAttention(), inputs=SAMPLE)
+    assert _rules(found) == {
+        "attention.in_proj_weight": {"style": "column", "sections": 3, "dim": 0},
+        "attention.out_proj.weight": {"style": "row", "dim": 1},
+    }
+    assert autotp.verify(TorchAttention(), "auto", tp=4, inputs=torch.randn(2, 5, 24)).ok  # 2 + 2 + 1 + 1
+
+
 class Positions(nn.Module):
     """Many tokens and a few positions."""
 

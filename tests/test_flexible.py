@@ -126,6 +126,33 @@ class Returned(Gated):
         return super().forward(x), self.gate(x)
 
 
+class Scan(MLP):
+    """A step after another, each with its own part of a gate for all features, as state spaces have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, gate = F.gelu(self.fc1(x)), self.gate(x)
+        state, out = torch.zeros_like(h[:, 0]), []
+        for step in range(x.shape[1]):
+            state = state * gate[:, step, :1].sigmoid() + h[:, step] * gate[:, step, 1:]
+            out.append(state)
+        return self.fc2(torch.stack(out, dim=1))
+
+
+def test_a_value_that_each_step_reads_is_copied_once():
+    counts = []
+    for steps in (3, 6):
+        x = torch.randn(2, steps, 16)
+        result = autotp.verify(Scan(), {"fc1": "column", "fc2": "row"}, tp=2, inputs=x)
+        assert result.ok and result.max_grad_diff < 1e-12
+        counts.append(result.collectives[0])
+    assert counts[0] == counts[1]
+    assert counts[0]["backward"] == {"all-reduce": 3}  # what goes in; the gate's weight and bias
+
+
 def test_a_gate_for_all_features_is_exact():
     plan = {"fc1": "column", "fc2": "row"}
     for tp in (2, 3):

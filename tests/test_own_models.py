@@ -75,50 +75,8 @@ class Decoder(nn.Module):
         return self.output(self.norms[4](x))
 
 
-class Captioner(nn.Module):
-    """Like Whisper and a vision transformer: patches, an encoder and a decoder whose head is the table."""
-
-    def __init__(self, width=32, heads=4):
-        super().__init__()
-        self.patches = nn.Linear(12, width)
-        self.places = nn.Parameter(torch.zeros(1, 5, width))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.table = nn.Embedding(53, width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.cross, self.fc1, self.fc2 = nn.Linear(width, width), nn.Linear(width, 41), nn.Linear(41, width)
-        self.heads = heads
-
-    def split(self, x):
-        return x.unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
-
-    def forward(self, ids):
-        image = self.patches(torch.linspace(-1, 1, 60, dtype=self.places.dtype).view(1, 5, 12)) + self.places
-        q, k, v = (
-            h.view(*h.shape[:2], self.heads, -1).transpose(1, 2)
-            for h in self.qkv(self.norm1(image)).chunk(3, dim=-1)
-        )
-        image = image + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = self.table(ids)
-        q = self.query(self.norm2(x)).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
-        k, v = (
-            w(image).view(1, 5, self.heads, -1).transpose(1, 2).expand(len(ids), -1, -1, -1)
-            for w in (self.key, self.value)
-        )
-        x = x + self.cross(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        x = x + self.fc2(F.gelu(self.fc1(x)))
-        return x @ self.table.weight.T
-
-
-@pytest.mark.parametrize(
-    ("build", "whole"),
-    [
-        (edited.NanoGPT, set()),
-        pytest.param(Decoder, set(), marks=pytest.mark.slow),
-        pytest.param(Captioner, {"places"}, marks=pytest.mark.slow),
-    ],
-)
-def test_five_steps_with_auto(build, whole):
+@pytest.mark.parametrize("build", [edited.NanoGPT, pytest.param(Decoder, marks=pytest.mark.slow)])
+def test_five_steps_with_auto(build):
     model = randomised(build())
     copies = [copy.deepcopy(model) for _ in range(2)]
 
@@ -129,7 +87,7 @@ def test_five_steps_with_auto(build, whole):
     wanted, matrices = losses(model, IDS, 5), {n for n, p in model.named_parameters() if p.dim() > 1}
     for told, cut in simulate(2, rank):
         assert told == pytest.approx(wanted, abs=1e-10)
-        assert matrices - cut <= whole
+        assert matrices <= cut
 
 
 def test_renaming_every_module_changes_nothing(tmp_path, monkeypatch):

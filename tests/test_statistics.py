@@ -11,6 +11,7 @@ from torch import nn
 
 import autotp
 from autotp.comm import simulate
+from autotp.verification import compare
 from tests import models, statistics, wrong_models
 
 PLAN = {"fc1": "column", "fc2": "row"}
@@ -54,6 +55,33 @@ def test_a_size_of_the_whole_model_that_was_read_off_a_part():
     assert "+    return 2.0 ** -torch.arange(1, whole(q.shape[1]) + 1)" in analysis.edits.splitlines()
     result = autotp.verify(model, plan, tp=2)
     assert result.ok, str(result)
+
+
+class Rounds(nn.Module):
+    """A statistic, and checks of the model's own: each stops a trace, so the edits take several rounds."""
+
+    def __init__(self, heads=3):
+        super().__init__()
+        self.fc1, self.norm = nn.Linear(8, 4 * heads), statistics.RMSNorm(4 * heads)
+        self.fc2, self.heads = nn.Linear(4 * heads, 8), heads
+
+    def forward(self, x):
+        h = self.norm(self.fc1(x))
+        if h.size(-1) != 4 * self.heads:
+            raise ValueError("another width")
+        h = h.view(*x.shape[:-1], self.heads, 4)
+        if h.size(-2) != self.heads:
+            raise ValueError("other heads")
+        return self.fc2(h.tanh().flatten(-2))
+
+
+def test_what_one_round_has_edited_the_next_one_leaves():
+    plan = {"fc1": {"style": "column", "heads": 3}, "fc2": {"style": "row", "heads": 3}}
+    model = Rounds()
+    analysis = autotp.analyze(model, plan, tp=2, inputs=X)
+    added = "".join(line for line in analysis.edits.splitlines() if line.startswith("+ "))
+    assert added.count("copy(mean(") == added.count("mean(x.") == 1 and added.count("local(") == 3
+    assert compare(model, analysis, inputs=X, weights="random", dtype=None).ok
 
 
 def test_the_mappings_are_in_the_diff():

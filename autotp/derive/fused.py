@@ -1,6 +1,7 @@
 """How a fused dim is cut: its units and sections, read off the op that cannot take it as it is.
 
 view [b, s, 48] -> [b, s, 3, 16]           3 heads are the units; or 3 sections, when they are taken apart
+view [s, b, 48] -> [s, b*3, 16]            the same
 split [b, s, 96] -> 64 | 16 | 16           sections of these sizes
 [.., ::2], [.., 1::2]                      pairs are the units
 grouped_mm of widths that must be 8k       blocks of 8 are the units
@@ -39,8 +40,9 @@ def forms_of_view(node: fx.Node, value: Value) -> Iterator[Form]:
     shape, front, before = node.meta["val"].shape, math.prod(value.shape[: value.shard.dim]), 1
     landing: list[int] = []
     for dim, size in enumerate(shape):
-        if before == front and size != 1:
-            landing = [n for n in shape[dim:] if n != 1]
+        merged = front // before  # of the dims in front, as batch and heads in one
+        if front % before == 0 and size % merged == 0 and size != merged:
+            landing = [n for n in (size // merged, *shape[dim + 1 :]) if n != 1]
             break
         before *= size
     if not landing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from autotp.propagate.ops import arguments_of, op_name
 
 __all__ = ["Part", "parts", "producers", "shard_at"]
 
+VIEWS = ("view", "reshape", "unflatten", "_unsafe_view", "flatten")
 FARTHEST = 64  # ops between a value and the layer that makes it
 
 Layouts = Mapping[fx.Node, list[Layout]]
@@ -108,5 +110,8 @@ def _before(node: fx.Node, layouts: Layouts) -> Iterator[tuple[fx.Node, int, int
             yield source, slice(named.get("start"), named.get("end")).indices(before)[0], 1
         elif name == "narrow":
             yield source, int(named["start"]) % before, 1
+        elif name in VIEWS:  # what lies behind the dim within an element of it
+            behind = math.prod(source.meta["val"].shape[cut.dim + 1 :])
+            yield source, 0, max(1, math.prod(val.shape[own.dim + 1 :]) // behind) if own is not None else 1
         else:
             yield source, 0, max(1, before // size)

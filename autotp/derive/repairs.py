@@ -10,6 +10,7 @@
 | two cuts differ | give one the units of the other |
 | a shard is returned | gather the output of its layer |
 | a layer's weight is used outside of it | rules on the tensors in place of one on the layer |
+| a value is copied for raw tensors alone | cut the vectors that are sliced where they are read |
 
 No step decides that something is right: each is tried, and the end is proven.
 """
@@ -28,6 +29,7 @@ from autotp.derive.trial import Outcome
 from autotp.placement import Partial, Shard
 from autotp.plan import Rule
 from autotp.propagate.ops import arguments_of, op_name
+from autotp.propagate.propagation import Propagation
 
 __all__ = ["further", "repairs", "units_declared"]
 
@@ -36,15 +38,20 @@ WAYS = 6  # producers of one value that are tried
 
 def further(outcome: Outcome, assignment: Assignment, board: Board) -> Iterator[Grown]:
     """The assignments that cut, too, what a clean one has whole and slices where it is read."""
-    for read in outcome.propagation.reads.values() if outcome.propagation is not None else ():
-        tensor = board.tensors.get(read.name)
-        if read.shard is None or tensor is None or not tensor.persistent or len(tensor.shape) < 2:
-            continue
-        options = options_of(read.shard, tensor.shape[read.shard.dim])
-        rule = Rule(style="column", dim=read.shard.dim).model_copy(update=options)
-        grown = board.extended(assignment, read.name, rule) if board.key(read.name) == read.name else None
+    for name, rule in _sliced(outcome.propagation, board) if outcome.propagation is not None else ():
+        grown = board.extended(assignment, name, rule) if len(board.tensors[name].shape) > 1 else None
         if grown is not None:
             yield grown
+
+
+def _sliced(found: Propagation, board: Board) -> Iterator[tuple[str, Rule]]:
+    """What is whole and sliced where it is read, and the rule that would cut it so."""
+    for read in found.reads.values():
+        tensor = board.tensors.get(read.name)
+        if read.shard is None or tensor is None or not tensor.persistent or board.key(read.name) != read.name:
+            continue
+        options = options_of(read.shard, tensor.shape[read.shard.dim])
+        yield read.name, Rule(style="column", dim=read.shard.dim).model_copy(update=options)
 
 
 def units_declared(assignment: Assignment, board: Board, heads: Mapping[str, int]) -> Grown | None:
@@ -98,6 +105,8 @@ class _Repair(Recut):
             yield from self.blocks()
         if code in ("AT303", "AT305", "AT307", "AT310"):
             yield from self.whole_sections()
+        if code == "AT305":
+            yield self._vectors()
 
     # -- another module or tensor takes part
 
@@ -197,6 +206,14 @@ class _Repair(Recut):
             own = Rule(style=style, dim=cut.dim, sections=rule.sections, heads=rule.heads)
             grown = self.replaced(grown, tensor, own)
         yield grown
+
+    def _vectors(self) -> Grown | None:
+        """A module all of whose raw tensors are cut copies what goes in at its border, and nowhere else."""
+        grown: Grown | None = dict(self.assignment)
+        for name, rule in _sliced(self.propagation, self.board):
+            if len(self.board.tensors[name].shape) == 1:
+                grown = None if grown is None else self.board.extended(grown, name, rule)
+        return grown
 
     def _turned(self) -> Iterator[Grown | None]:
         """A column layer that is given a shard may be a row layer."""

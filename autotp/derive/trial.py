@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from autotp.placement import Shard
 from autotp.propagate.engine import Walk, propagate
 from autotp.propagate.heads import GATHER
 from autotp.propagate.ops import op_name
+from autotp.propagate.planned import raw_modules
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.sparse import sparse
 from autotp.styles import is_norm
@@ -86,6 +87,10 @@ class Trials:
                 found += outcome.propagation.findings
         return found
 
+    def _tensors_of(self, paths: Collection[str]) -> list[str]:
+        modules = self.board.inventory.modules
+        return [t.name for path in paths if path in modules for t in modules[path].tensors.values()]
+
     def _outcomes(self, assignment: Assignment, walks: list[Walk]) -> list[Outcome]:
         matches = self.board.matches(assignment)
         if isinstance(matches, Fault):
@@ -94,11 +99,13 @@ class Trials:
         reads: Mapping[str, Any] = {}
         regions: Mapping[str, Any] = {}
         norms = any(key in self.norms for key in assignment)
+        raw = raw_modules(matches)
+        kinds = self.kinds if not raw else {**self.kinds, **dict.fromkeys(self._tensors_of(raw), "other")}
         outcomes = []
         for trace, walk in zip(self.traces, walks, strict=True):
             found = propagate(
                 trace, matches, cuts,
-                aliases=self.board.first, kinds=self.kinds, reads=reads, regions=regions, engine=walk,
+                aliases=self.board.first, kinds=kinds, reads=reads, regions=regions, engine=walk,
             )  # fmt: skip
             finding = found.findings[0] if found.findings else None
             moved = 0 if finding else _moved(found)

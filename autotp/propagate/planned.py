@@ -12,12 +12,17 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autotp.match import Placed
+from autotp.match import Matches, Placed
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Shard
 from autotp.propagate.call import Call, Conflict, Value, counted_once, needs_copy
 from autotp.propagate.propagation import Propagation
 
-__all__ = ["PlannedLayers"]
+__all__ = ["PlannedLayers", "raw_modules"]
+
+
+def raw_modules(matches: Matches) -> set[str]:
+    """The paths of modules of raw tensors: those of which a rule cuts one tensor by itself, layers too."""
+    return {p.path.rpartition(".")[0] for p in matches.placed.values() if p.target == "tensor"}
 
 
 class PlannedLayers:
