@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.diagnostic import UsageError
+from autotp.part_filled import watch_filling
+from autotp.part_size import check_size
 
-__all__ = ["refuse_made", "watch"]
+__all__ = ["refuse_other", "watch"]
 
 _OWNERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _HELP = "\n  = help: autotp.clip_grad_norm_(model, max_norm) takes the norm of the whole model"
@@ -50,6 +52,7 @@ def watch(module: nn.Module) -> None:
         utils.clip_grad_norm_ = utils.clip_grad.clip_grad_norm_ = clip
         utils.get_total_norm = _checked(utils.get_total_norm, "gradients", lambda p: p.grad)
         _watch_optimizers()
+    watch_filling(_part)
     _OWNERS.add(module)
 
 
@@ -106,6 +109,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """Raises UsageError for an optimizer that looks at whole parameters; once a class, a warning for one
     that is not known."""
     known = _class_of_torch(type(optimizer))
+    _refuse_whole_state(optimizer)
     if known in ELEMENTWISE or (known not in _WHOLE and type(optimizer) in _told):
         return
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -127,28 +131,56 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 _told: set[type] = set()
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+"""The optimizers that were looked at, with the state that they had, and how many owners there were."""
 
 
-def refuse_made(layer: Any) -> None:
-    """Raises UsageError where a cut parameter of `layer` is made of this rank's part alone, by norms,
-    products or a choice over the cut dim: by torch's parametrizations (weight_norm of the other dim,
-    spectral_norm, orthogonal), by the hooks that are their older form, or by pruning."""
+def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError where the state of a cut parameter is of the whole one: it was made before the model
+    was sharded, or loaded as torch loads it. Looked at in the first step with that state."""
+    seen, owners = _stepped.get(optimizer, (None, 0))
+    if seen is optimizer.state and owners == len(_OWNERS):
+        return
+    for parameter, state in optimizer.state.items():
+        sizes = {tuple(t.shape) for t in state.values() if isinstance(t, Tensor)} - {tuple(parameter.shape)}
+        part = _part(parameter) if sizes else None
+        if part is not None and part.shape in sizes:
+            raise UsageError(
+                f"{type(optimizer).__name__} has state of the whole {part.name}, of which this rank holds "
+                f"{list(parameter.shape)}: it stepped before the model was sharded, or loaded a whole state"
+                "\n  = help: save it before by autotp.checkpoint.optimizer's save_optimizer, and let "
+                "load_optimizer take the parts of it"
+            )
+    _stepped[optimizer] = optimizer.state, len(_OWNERS)
+
+
+def refuse_other(layer: Any, weight: Tensor) -> None:
+    """Raises UsageError where `weight` is no longer this rank's part of its cut dim: a whole one stands there
+    now (`functional_call`, `layer.weight = …`), or it was resized. And where a cut parameter of `layer` is
+    made of this rank's part alone, by norms, products or a choice over the cut dim: by torch's
+    parametrizations (weight_norm of the other dim, spectral_norm, orthogonal) and others that are not known
+    to take each element by itself, by the hooks that are their older form, or by pruning."""
+    check_size(_name(layer), "weight", weight, layer.shard.dim, layer.held, layer.group)
     if not (layer._modules or layer._forward_pre_hooks):
         return
     for name, kind, form in _makers(layer):
         raise UsageError(
-            f"{type(layer).__name__.removeprefix('Parametrized')}: its {name} is made by {kind.strip('_')} "
+            f"{_name(layer)}: its {name} is made by {kind.strip('_')} "
             f"from this rank's part of its dim {layer.layouts[name].dim} alone; take the {form} away, or "
             "leave the layer whole"
         )
 
 
+def _name(layer: Any) -> str:
+    return type(layer).__name__.removeprefix("Parametrized")
+
+
 def _makers(layer: Any) -> Iterator[tuple[str, str, str]]:
     """(parameter, class, form) of what makes a cut parameter from more than its elements or other dims."""
     for name, chain in (layer._modules.get("parametrizations") or {}).items():
-        for made in chain.modules() if name in layer.layouts else ():
-            whole = type(made).__module__ == "torch.nn.utils.parametrizations"
-            if whole and not _along(made, layer.layouts[name].dim):
+        for made in chain if name in layer.layouts else ():
+            by_element = type(made).__module__ == _ACTIVATIONS and type(made).__name__ not in _OVER_A_DIM
+            if not by_element and not _along(made, layer.layouts[name].dim):
                 yield name, type(made).__name__, "parametrization"
     for hook in layer._forward_pre_hooks.values():
         if type(hook).__module__ not in (*_OLDER, _PRUNING):
@@ -165,6 +197,8 @@ def _makers(layer: Any) -> Iterator[tuple[str, str, str]]:
                 yield name, kind.__name__, "hook"
 
 
+_ACTIVATIONS = "torch.nn.modules.activation"
+_OVER_A_DIM = ("GLU", "LogSoftmax", "MultiheadAttention", "PReLU", "RReLU", "Softmax", "Softmax2d", "Softmin")
 _PRUNING = "torch.nn.utils.prune"
 _OLDER = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")
 _NO_CHOICE = ("CustomFromMask", "Identity")
@@ -180,6 +214,14 @@ def _class_of_torch(kind: type[torch.optim.Optimizer]) -> str:
     base: Any = next(c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
     same = inspect.unwrap(kind.step) is inspect.unwrap(base.step)
     return str(base.__name__) if same else ""
+
+
+def _part(tensor: Tensor) -> Any:
+    """The part that a tensor is; None for one that is whole."""
+    from autotp.parts import parts_of
+
+    parts = (parts_of(owner).get(id(tensor)) for owner in list(_OWNERS))
+    return next((part for part in parts if part is not None and part.group.size > 1), None)
 
 
 def _cut() -> list[Tensor]:

@@ -24,6 +24,7 @@ from autotp.comm.group import EXCHANGE_TIMEOUT
 from autotp.diagnostic import UsageError
 from autotp.fingerprint import sampled
 from autotp.parts import Part, parts_of
+from autotp.rewrite.own_state import WHOSE
 from autotp.slicing import take
 
 __all__ = ["NotLoaded", "gather_state_dict", "load_state_dict"]
@@ -66,7 +67,10 @@ def gather_state_dict(model: nn.Module, *, rank0_only: bool = False) -> OrderedD
             raise UsageError("gather_state_dict: the ranks' models have tensors of different names")
     state: OrderedDict[str, Any] = OrderedDict()
     if hasattr(entries, "_metadata"):
-        state._metadata = entries._metadata  # type: ignore[attr-defined]
+        told = {path: dict(each) for path, each in entries._metadata.items()}
+        for each in told.values():
+            each.pop(WHOSE, None)
+        state._metadata = told  # type: ignore[attr-defined]
     keep = not rank0_only or all(group.rank == 0 for group in groups)
     done: dict[int, Any] = {}
     digests: dict[str, str] = {}

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
+from transformers import initialization
 
 import autotp
 from autotp import part_guard
@@ -77,6 +78,71 @@ def test_an_optimizer_that_is_not_known_is_told_of_once():
         warnings.simplefilter("error")
         simulate(2, lambda g: trained(g, lambda p: Own(p, lr=0.1)))
         simulate(2, lambda g: trained(g, lambda p: Renamed(p, lr=0.1)))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_of_whole_parameters_is_refused(kind):
+    def here(group):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        optimizer = kind(model.parameters())
+        for step in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            if step == 0:
+                autotp.shard(model, {"0": "column", "2": "row"}, group)
+
+    torch.manual_seed(0)
+    with pytest.raises(UsageError) as caught:
+        simulate(2, here)
+    assert str(caught.value) == (
+        f"{kind.__name__} has state of the whole 0.weight, of which this rank holds [4, 4]: it stepped "
+        "before the model was sharded, or loaded a whole state\n  = help: save it before by "
+        "autotp.checkpoint.optimizer's save_optimizer, and let load_optimizer take the parts of it"
+    )
+
+
+class Normed(nn.Module):
+    """A parametrization of a person's own, which looks at the whole."""
+
+    def forward(self, weight):
+        return weight / weight.norm()
+
+
+@pytest.mark.parametrize(("made", "right"), [
+    (Normed, False), (nn.Tanh, True), (lambda: nn.Softmax(0), False), (nn.PReLU, False),
+])  # fmt: skip
+def test_a_parametrization_that_is_not_known(made, right):
+    def here(group):
+        layer = ColumnParallelLinear(8, 8, group=group)
+        parametrize.register_parametrization(layer, "weight", made())
+        return layer(torch.ones(2, 8))
+
+    if right:
+        assert len(simulate(2, here)) == 2
+        return
+    name = type(made()).__name__
+    with pytest.raises(UsageError, match=f"its weight is made by {name} from this rank's part of its dim 0"):
+        simulate(2, here)
+
+
+@pytest.mark.parametrize("fill", [
+    nn.init.normal_, nn.init.xavier_uniform_, nn.init.eye_, nn.init.trunc_normal_, initialization.normal_,
+])  # fmt: skip
+def test_a_part_is_not_filled_as_if_it_were_whole(fill):
+    def here(group):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        autotp.shard(model, {"0": "column", "2": "row"}, group)
+        nn.init.zeros_(model[0].weight)
+        nn.init.normal_(model[2].bias)
+        getattr(nn.init if fill.__module__.startswith("torch") else initialization, fill.__name__)(
+            model[0].weight
+        )
+
+    with pytest.raises(UsageError) as caught:
+        simulate(2, here)
+    assert str(caught.value).startswith(
+        f"nn.init.{fill.__name__} is given this rank's part of 0.weight, [4, 4] of [8, 4]: the ranks would "
+    )
 
 
 def test_a_weight_that_is_made_from_a_part():

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import autotp
+from autotp.comm import simulate
+from autotp.diagnostic import PlanError
 from autotp.trace import recorder
 from autotp.trace.capture import capture
 from autotp.trace.graph import TraceError
@@ -175,3 +177,22 @@ def test_proofs_on_the_route_of_export(build, monkeypatch):
     assert not any("run time" in mode or mode == "decode" for mode in analysis.modes)
     if plan is not None:
         assert not autotp.analyze(model, {"fc1": "column"}, tp=2, inputs=inputs).ok
+
+
+def test_a_sharded_model_in_the_middle_of_a_traced_forward():
+    """Held where the trace does not look, it would have to prove its own call meanwhile."""
+
+    class Outer(models.MLP):
+        held: list[nn.Module] = []
+
+        def forward(self, x):
+            return super().forward(x) + self.held[0](x)
+
+    def here(group):
+        Outer.held = [autotp.shard(models.MLP(), {"fc1": "column", "fc2": "row"}, group)]
+        return autotp.shard(Outer(), {"fc1": "column", "fc2": "row"}, group)
+
+    with pytest.raises(
+        PlanError, match=r"AT320(?s:.*)another trace is under way: a sharded model is called in"
+    ):
+        simulate(2, here)

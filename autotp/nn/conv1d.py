@@ -21,7 +21,7 @@ from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
 from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
-from autotp.part_guard import refuse_made
+from autotp.part_guard import refuse_other
 from autotp.placement import Shard
 
 __all__ = ["ColumnParallelConv1D", "RowParallelConv1D"]
@@ -32,6 +32,8 @@ class _ParallelConv1D(Conv1D):  # type: ignore[misc]
 
     group: Group
     shard: Shard
+    held: int
+    """How many elements of the cut dim this rank holds."""
     layouts: dict[str, Shard]
     """How each parameter is cut, by its name; a parameter that is not there is whole on every rank."""
 
@@ -47,6 +49,7 @@ class _ParallelConv1D(Conv1D):  # type: ignore[misc]
             )
         module.__class__ = cls
         module.group, module.shard, module.layouts = ranks, shard, {"weight": shard}
+        module.held = shard.local_size(size, ranks.rank)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, tp={self.group.size})"
@@ -96,8 +99,8 @@ class ColumnParallelConv1D(_ParallelConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out/tp), or (..., out) with `gather_output`."""
-        refuse_made(self)
         weight: Tensor = self.weight
+        refuse_other(self, weight)
         bias: Tensor = self.bias
         if self.shares:  # columns that several ranks hold: their gradient is summed over the holders
             weight = mappings.copy_shared(weight, self.group, shard=self.shard)
@@ -155,15 +158,16 @@ class RowParallelConv1D(_ParallelConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
-        refuse_made(self)
-        expected = self.weight.shape[0] if self.input_is_parallel else self.nx
+        expected = self.held if self.input_is_parallel else self.nx
         if x.shape[-1] != expected:
             raise UsageError(
                 f"RowParallelConv1D: the input has {x.shape[-1]} features, expected {expected} of "
                 f"nx={self.nx} on rank {self.group.rank} of {self.group.size} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
+        weight: Tensor = self.weight
+        refuse_other(self, weight)
         return row_product(
-            x, self.weight.t(), self.bias, self.group,
+            x, weight.t(), self.bias, self.group,
             scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,
         )  # fmt: skip

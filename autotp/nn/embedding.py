@@ -31,7 +31,7 @@ from autotp.nn.master import (
     shard_of,
     whole_number,
 )
-from autotp.part_guard import refuse_made, watch
+from autotp.part_guard import refuse_other, watch
 from autotp.placement import Shard
 from autotp.trace.delegates import delegates
 
@@ -43,6 +43,8 @@ class _CutEmbedding(nn.Embedding):
 
     group: Group
     shard: Shard
+    held: int
+    """How many rows or columns this rank holds."""
     layouts: dict[str, Shard]
     """How each parameter is cut, by its name."""
     init_method: InitMethod | None = None
@@ -106,6 +108,8 @@ class _CutEmbedding(nn.Embedding):
 
     def _place(self, shard: Shard, group: Group) -> None:
         self.group, self.shard, self.layouts = group, shard, {"weight": shard}
+        size = (self.num_embeddings, self.embedding_dim)[shard.dim]
+        self.held = shard.local_size(size, group.rank)
 
     def reset_parameters(self) -> None:
         """Fill the full table by `init_method`, its padding row by zeros, and keep this rank's part."""
@@ -221,11 +225,12 @@ class VocabParallelEmbedding(_CutEmbedding):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
         checked_ids("VocabParallelEmbedding", input)
-        refuse_made(self)
+        weight: Tensor = self.weight
+        refuse_other(self, weight)
         if self.max_norm is not None:
-            renormalise_rows(self.weight, input, self.start, max_norm=self.max_norm, norm_type=self.norm_type)
+            renormalise_rows(weight, input, self.start, max_norm=self.max_norm, norm_type=self.norm_type)
         rows = lookup(
-            self.weight,
+            weight,
             input,
             self.start,
             vocab_size=self.num_embeddings if self.check_ids else None,
@@ -252,14 +257,13 @@ class ParallelEmbedding(_CutEmbedding):
     def forward(self, input: Tensor) -> Tensor:
         """Ids (...) -> (..., width)."""
         checked_ids("ParallelEmbedding", input)
-        refuse_made(self)
+        weight: Tensor = self.weight
+        refuse_other(self, weight)
         if self.max_norm is not None:
-            renormalise_columns(
-                self.weight, input, self.group, max_norm=self.max_norm, norm_type=self.norm_type
-            )
+            renormalise_columns(weight, input, self.group, max_norm=self.max_norm, norm_type=self.norm_type)
         columns = F.embedding(
             input,
-            self.weight,
+            weight,
             self.padding_idx,
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,

@@ -33,7 +33,7 @@ from autotp.nn.master import (
 )
 from autotp.nn.product import column_product, row_product
 from autotp.nn.shared import SharedCopy
-from autotp.part_guard import refuse_made, watch
+from autotp.part_guard import refuse_other, watch
 from autotp.placement import Shard
 from autotp.trace.delegates import adds_nothing
 
@@ -45,6 +45,8 @@ class _ParallelLinear(nn.Linear):
 
     group: Group
     shard: Shard
+    held: int
+    """How many elements of the cut dim this rank holds."""
     init_method: InitMethod | None = None
     master_weight: Tensor | None = None
     layouts: dict[str, Shard]
@@ -76,6 +78,7 @@ class _ParallelLinear(nn.Linear):
         self.init_method = init_method
         self.keep_master_weight_for_test = keep_master_weight_for_test
         shape = self.shard.local_shape((out_features, in_features), group.rank)
+        self.held = shape[self.shard.dim]
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
             whole = "bias" not in layouts
@@ -126,6 +129,7 @@ class _ParallelLinear(nn.Linear):
         module.__class__ = cls if kind is nn.Linear else behind(kind, cls)
         assert isinstance(module, _ParallelLinear)
         module.group, module.shard, module.layouts = ranks, shard, {"weight": shard}
+        module.held = shard.local_size(size, ranks.rank)
         if cut_bias and module.bias is not None:
             module.layouts["bias"] = shard
 
@@ -234,8 +238,8 @@ class ColumnParallelLinear(_ParallelLinear):
             raise UsageError(
                 f"ColumnParallelLinear: the input has {_features(input)}, in_features={self.in_features}"
             )
-        refuse_made(self)
         weight: Tensor = self.weight
+        refuse_other(self, weight)
         bias: Tensor | None = self.bias
         if self.shares:  # rows that several ranks hold: their gradient is summed over the holders
             weight = mappings.copy_shared(weight, self.group, shard=self.shard)
@@ -326,7 +330,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in/tp), or (..., in) unless `input_is_parallel`, -> (..., out)."""
-        expected = self.weight.shape[1] if self.input_is_parallel else self.in_features
+        expected = self.held if self.input_is_parallel else self.in_features
         if input.shape[-1:] != (expected,):
             part = f", rank {self.group.rank} of {self.group.size} holds {expected}"
             raise UsageError(
@@ -334,8 +338,9 @@ class RowParallelLinear(_ParallelLinear):
                 f"in_features={self.in_features}{part if self.input_is_parallel else ''} "
                 f"(input_is_parallel={self.input_is_parallel})"
             )
-        refuse_made(self)
+        weight: Tensor = self.weight
+        refuse_other(self, weight)
         return row_product(
-            input, self.weight, self.bias, self.group,
+            input, weight, self.bias, self.group,
             scatter=None if self.input_is_parallel else self.shard, reduce_output=self.reduce_output,
         )  # fmt: skip

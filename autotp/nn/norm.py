@@ -19,6 +19,7 @@ from autotp import mappings
 from autotp.comm import Group, group_of
 from autotp.diagnostic import UsageError
 from autotp.mappings import Mesh
+from autotp.part_guard import refuse_other
 from autotp.placement import Shard
 
 __all__ = ["ParallelLayerNorm", "ParallelRMSNorm"]
@@ -29,6 +30,8 @@ class _ParallelNorm(nn.Module):
 
     group: Group
     shard: Shard
+    held: int
+    """How many features this rank holds."""
     layouts: dict[str, Shard]
     """How each parameter is cut, by its name."""
 
@@ -60,6 +63,7 @@ class _ParallelNorm(nn.Module):
             )
         module.__class__ = cls
         module.group, module.shard = ranks, shard
+        module.held = shard.local_size(shape[0], ranks.rank)
         module.layouts = {n: shard for n in ("weight", "bias") if getattr(module, n, None) is not None}
 
     def _mean(self, x: Tensor, size: int) -> Tensor:
@@ -84,6 +88,7 @@ class ParallelLayerNorm(_ParallelNorm, nn.LayerNorm):
         """(..., n/tp) -> (..., n/tp)."""
         if self.group.size == 1:
             return nn.LayerNorm.forward(self, input)
+        refuse_other(self, self.weight)
         x = _precise(input)
         x = x - self._mean(x, self.normalized_shape[0])
         y = x * (self._mean(x * x, self.normalized_shape[0]) + self.eps).rsqrt()
@@ -107,6 +112,7 @@ class ParallelRMSNorm(_ParallelNorm, nn.RMSNorm):
         """(..., n/tp) -> (..., n/tp)."""
         if self.group.size == 1:
             return nn.RMSNorm.forward(self, x)
+        refuse_other(self, self.weight)
         wide = _precise(x)
         eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
         y = wide * (self._mean(wide * wide, self.normalized_shape[0]) + eps).rsqrt()

@@ -26,6 +26,7 @@ from autotp.placement import Shard
 from autotp.plan import Plan
 from autotp.random import use_common_stream, use_rank_stream
 from autotp.rewrite.called import guard_calls
+from autotp.rewrite.own_state import watch_state
 from autotp.rewrite.parts_of_sums import watch_parts
 from autotp.rewrite.rates import watch_rates
 from autotp.rewrite.same_inputs import compare_inputs
@@ -126,6 +127,7 @@ def apply(
             model,
             analysis.reads,
             analysis.regions,
+            analysis.layouts,
             analysis.inventory.aliases,
             group,
             analysis.code,
@@ -142,6 +144,8 @@ def apply(
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)
         compare_inputs(model, group, check_inputs, analysis.draws)
+        if analysis.layouts:
+            watch_state(model)
         guard = guard_calls(model, analysis) if cut and guarded else None
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save

@@ -35,7 +35,7 @@ from autotp.rewrite.further import Call, only_calls, proven_anew, whole
 from autotp.rewrite.sized_calls import Check, Sizes, check_of, sizes_of
 from autotp.rewrite.undo import Change, hooks
 from autotp.trace.graph import is_cache, parameters_of
-from autotp.trace.hooks import in_backward
+from autotp.trace.hooks import in_backward, outside_transforms
 from autotp.trace.modes import takes_cache
 from autotp.trace.signature import UNKNOWN, Words, described, is_filled, signature
 
@@ -129,7 +129,8 @@ class Called:
         known = self.proven.alike(state, call)
         found = next((one for one in known if holds(one.sizes, sizes) is None), None)
         if found is None:
-            free, asked = self._prove(model, state, given, words, known, sizes)
+            with outside_transforms():
+                free, asked = self._prove(model, state, given, words, known, sizes)
             found = replace(call, sizes=asked)
             self.proven.learn(state, found, free)
         if len(self.passed) < _REMEMBERED:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.comm import Group, within
+from autotp.derivatives import transformed
 from autotp.diagnostic import UsageError
 from autotp.fingerprint import sampled
 from autotp.random import global_states
@@ -52,7 +53,8 @@ class SameInputs:
     """A forward pre-hook: every rank's arguments, compared by checksums. `left` None: for ever.
 
     Tensors and plain values are compared, by the names of forward's arguments; containers and caches, whose
-    parts may be a rank's own, are not. Compiled code leaves it out.
+    parts may be a rank's own, are not. Compiled code leaves it out, and so do torch.func's transforms, whose
+    tensors have no values that could be read.
     """
 
     group: Group
@@ -60,7 +62,7 @@ class SameInputs:
     draws: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self.left == 0:
+        if torch.compiler.is_compiling() or self.left == 0 or transformed():
             return
         if self.left is not None:
             self.left -= 1

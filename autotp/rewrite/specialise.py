@@ -22,6 +22,8 @@ from torch.utils import _pytree as pytree
 from autotp import mappings
 from autotp.comm import Group
 from autotp.diagnostic import UnprovenPath
+from autotp.part_size import check_size, held_sizes
+from autotp.placement import Shard
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.edits.bind import methods
@@ -39,7 +41,8 @@ _KEY = "_autotp_own"
 @dataclass
 class _Own:
     """What an instance does by itself: how it reads its tensors, by local name, its border (with the names of
-    its forward's parameters, and which of them are copied), its edits, and
+    its forward's parameters, and which of them are copied), the cut dim of each of its own
+    tensors and how much of it is held, its edits, and
     which of its weights is `handed` to code that does nothing with it, by the readers of each."""
 
     group: Group
@@ -47,6 +50,7 @@ class _Own:
     region: Region | None = None
     parameters: tuple[tuple[str, Any], ...] = ()
     copied: frozenset[str] = frozenset()
+    held: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     edits: Edits = field(default_factory=Edits)
     handed: dict[str, frozenset[Reader]] = field(default_factory=dict)
     path: str = ""
@@ -56,6 +60,7 @@ def specialise(
     model: nn.Module,
     reads: Iterable[Read],
     regions: Iterable[Region],
+    layouts: Mapping[str, Shard],
     aliases: Mapping[str, str],
     group: Group,
     edits: Edits,
@@ -69,9 +74,11 @@ def specialise(
     wanted = {read.name: read for read in reads}
     found: dict[str, _Own] = {}
     for region in regions:
-        parameters = parameters_of(model.get_submodule(region.path).forward)
+        module = model.get_submodule(region.path)
+        parameters = parameters_of(module.forward)
         copied = frozenset(named_place(parameters, place) for place in region.copied)
-        found[region.path] = _Own(group, region=region, parameters=parameters, copied=copied)
+        held = held_sizes(module, region.path, layouts)
+        found[region.path] = _Own(group, region=region, parameters=parameters, copied=copied, held=held)
     for path, module in model.named_modules():
         for key in (*module._parameters, *module._buffers):
             name = f"{path}.{key}" if path else key
@@ -193,6 +200,8 @@ def _forward(inner: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own: _Own = self.__dict__[_KEY]
         assert own.region is not None
+        for name, (dim, held) in own.held.items():
+            check_size(own.region.path or "the model", name, self._parameters.get(name), dim, held, own.group)
         given = called(own.parameters, args, kwargs)
         if torch.is_grad_enabled():  # a copy is for its gradient
             new = _mapped(given, own, own.copied, mappings.copy, "is called with")

@@ -19,7 +19,10 @@ __all__ = ["withheld"]
 _LIKE = frozenset(
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape")
-) | {Tensor.dim, Tensor.element_size, Tensor.ndimension, Tensor.numel, Tensor.size, Tensor.stride}
+) | {
+    Tensor.__len__, Tensor.dim, Tensor.element_size, Tensor.ndimension, Tensor.numel, Tensor.size,
+    Tensor.stride,
+}  # fmt: skip
 
 
 class _Withheld(Tensor):

@@ -48,6 +48,7 @@ __all__ = [
     "memory",
     "modes_off",
     "only_fakes",
+    "outside_transforms",
     "python_dispatcher",
     "sizes",
     "storage",
@@ -281,6 +282,20 @@ def kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         torch._C._AutoDispatchBelowAutograd(),
     ):
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Inside no transform of torch.func runs, so that a trace can be made in the middle of one."""
+    transforms = torch._C._functorch
+    stack: list[Any] = []
+    try:
+        while transforms.peek_interpreter_stack() is not None:
+            stack.append(transforms.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while stack:
+            transforms.push_dynamic_layer_stack(stack.pop())
 
 
 def data_like(

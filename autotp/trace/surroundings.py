@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from autotp.trace.calls import Calls
+from autotp.trace.graph import TraceError
 from autotp.trace.source import is_library
 
 __all__ = ["FUSED", "functions", "quiet", "same_draws", "step_by_step"]
@@ -69,7 +70,10 @@ def functions(recorder: Calls) -> Iterator[None]:
     above `Function`, whose `apply` it calls.
     """
     function: Any = torch.autograd.Function.__mro__[1]
-    assert "apply" not in vars(function)
+    if "apply" in vars(function):
+        raise TraceError(
+            "another trace is under way: a sharded model is called in a traced forward", "", None
+        )
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch.utils.checkpoint" and cls.__name__ == "CheckpointFunction":
