@@ -1,14 +1,13 @@
-"""What fills a parameter by random numbers, places or sizes would fill a rank's part as if it were whole.
+"""What fills a parameter by random numbers or by its sizes would fill a rank's part as if it were whole.
 
-Ranks that draw alike would all hold the same numbers, `xavier_uniform_` and its kin would scale by the part's
-sizes, and `eye_` would put ones where there are none. So torch's functions that do so are refused for parts,
-in `torch.nn.init` and in transformers' own table of them. Constants are the same in a part.
+Ranks that draw alike would all hold the same numbers, and `xavier_uniform_` and its kin would scale by the
+part's sizes. So `torch.nn.init` refuses parts, however its functions were imported: the check stands before
+the helpers that they call (`trace/hooks.py`). Constants are the same in a part.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,34 +15,27 @@ import torch
 from torch import Tensor
 
 from autotp.diagnostic import UsageError
+from autotp.trace.hooks import FILLING
 
 __all__ = ["watch_filling"]
 
-_FILLING = (
-    "dirac_", "eye_", "kaiming_normal_", "kaiming_uniform_", "normal_", "orthogonal_", "sparse_",
-    "trunc_normal_", "uniform_", "xavier_normal_", "xavier_uniform_",
-)  # fmt: skip
-
 
 def watch_filling(part: Callable[[Tensor], Any]) -> None:
-    """Refuse these functions where `part` knows the tensor as a rank's part."""
-    tables = [vars(torch.nn.init)]
-    theirs = vars(sys.modules.get("transformers.initialization", object)).get("TORCH_INIT_FUNCTIONS")
-    tables += [theirs] if isinstance(theirs, dict) else []
-    for table in tables:
-        for name in _FILLING:
-            original = table.get(name)
-            if callable(original) and not hasattr(original, "checks_parts"):
-                table[name] = _checked(name, original, part)
+    """Refuse to fill a tensor that `part` knows as a rank's part; once."""
+    helpers = vars(torch.nn.init)
+    for name in FILLING:
+        original = helpers.get(name)
+        if original is not None and not hasattr(original, "checks_parts"):
+            helpers[name] = _checked(original, part)
 
 
-def _checked(name: str, original: Callable[..., Any], part: Callable[[Tensor], Any]) -> Callable[..., Any]:
+def _checked(original: Callable[..., Any], part: Callable[[Tensor], Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = part(tensor)
         if found is not None:
             raise UsageError(
-                f"nn.init.{name} is given this rank's part of {found.name}, {list(tensor.shape)} of "
+                f"torch.nn.init is given this rank's part of {found.name}, {list(tensor.shape)} of "
                 f"{list(found.shape)}: the ranks would draw the same numbers, or scale them by a part's sizes"
                 "\n  = help: fill the model before it is sharded; autotp.load_state_dict(model, state) takes "
                 "whole tensors"

@@ -126,7 +126,8 @@ def test_a_parametrization_that_is_not_known(made, right):
 
 
 @pytest.mark.parametrize("fill", [
-    nn.init.normal_, nn.init.xavier_uniform_, nn.init.eye_, nn.init.trunc_normal_, initialization.normal_,
+    nn.init.normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.trunc_normal_,
+    initialization.uniform_, nn.Linear.reset_parameters,
 ])  # fmt: skip
 def test_a_part_is_not_filled_as_if_it_were_whole(fill):
     def here(group):
@@ -134,14 +135,12 @@ def test_a_part_is_not_filled_as_if_it_were_whole(fill):
         autotp.shard(model, {"0": "column", "2": "row"}, group)
         nn.init.zeros_(model[0].weight)
         nn.init.normal_(model[2].bias)
-        getattr(nn.init if fill.__module__.startswith("torch") else initialization, fill.__name__)(
-            model[0].weight
-        )
+        fill(model[0] if fill is nn.Linear.reset_parameters else model[0].weight)
 
     with pytest.raises(UsageError) as caught:
         simulate(2, here)
     assert str(caught.value).startswith(
-        f"nn.init.{fill.__name__} is given this rank's part of 0.weight, [4, 4] of [8, 4]: the ranks would "
+        "torch.nn.init is given this rank's part of 0.weight, [4, 4] of [8, 4]: the ranks would "
     )
 
 

@@ -183,14 +183,13 @@ def test_a_sharded_model_in_the_middle_of_a_traced_forward():
     """Held where the trace does not look, it would have to prove its own call meanwhile."""
 
     class Outer(models.MLP):
-        held: list[nn.Module] = []
-
         def forward(self, x):
             return super().forward(x) + self.held[0](x)
 
     def here(group):
-        Outer.held = [autotp.shard(models.MLP(), {"fc1": "column", "fc2": "row"}, group)]
-        return autotp.shard(Outer(), {"fc1": "column", "fc2": "row"}, group)
+        model = Outer()
+        model.held = [autotp.shard(models.MLP(), {"fc1": "column", "fc2": "row"}, group)]
+        return autotp.shard(model, {"fc1": "column", "fc2": "row"}, group, inputs=torch.ones(3, 16))
 
     with pytest.raises(
         PlanError, match=r"AT320(?s:.*)another trace is under way: a sharded model is called in"

@@ -29,6 +29,7 @@ except ImportError as error:  # pragma: no cover - the tested torch has them all
 
 __all__ = [
     "FAKE",
+    "FILLING",
     "MISSING",
     "NO_CONSTANT",
     "REQUIRES_GRAD",
@@ -59,6 +60,10 @@ __all__ = [
 
 FAKE: Any = FakeTensor if MISSING is None else None
 """The class of fake tensors."""
+FILLING = (
+    "_calculate_fan_in_and_fan_out", "_no_grad_normal_", "_no_grad_trunc_normal_", "_no_grad_uniform_",
+)  # fmt: skip
+"""What the functions of torch.nn.init that draw, or go by sizes, call with the tensor."""
 BACKWARD = (torch.autograd, "_engine_run_backward")
 """Where the function stands that runs every backward."""
 _BASE: Any = torch._C.TensorBase
