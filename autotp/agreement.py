@@ -45,7 +45,8 @@ def _found(matches: Matches, inventory: Inventory) -> Iterator[Found]:
         given: list[tuple[Placed, Cut]] = []
         for _ in range(2):
             around = around.rpartition(".")[0]
-            inside = [(p, held) for p, held in columns if not given and p.path.startswith(f"{around}.")]
+            beside = f"{around}." if around else ""  # of a layer of the model itself, any layer is beside it
+            inside = [(p, held) for p, held in columns if not given and p.path.startswith(beside)]
             given += [(p, cut) for p, (width, how) in inside for cut in _gives(how, width, size)]
         if given and all(cut != wanted for _, cut in given):
             column, cut = given[0]

@@ -103,6 +103,8 @@ def _unfit(rule: Rule, module: ModuleInfo) -> Fault | None:
         if fits is None and tensor is not None:
             last = module.path.rpartition(".")[2]
             fits = f"a rule on its tensor states the dim: `{last}.{tensor}: {{style: {rule.style}, dim: 0}}`"
+        elif fits is None and module.tensors:
+            fits = "leave the rule out: what code computes on a shard by hand, as a norm does, needs none"
         return Fault("AT206", message, notes, (fits,) if fits else ())
     if weight is None:
         return Fault("AT206", f"style {rule.style} cuts a `weight`, and there is none", notes)

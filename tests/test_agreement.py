@@ -59,6 +59,13 @@ def test_sections_and_layers_of_the_module_around():
     assert not faults(gated, {"both": {"style": "column", "sections": 2}, "down": "row"}, 2)
 
 
+def test_layers_of_the_model_itself():
+    flat = stock(q=(24, 20), k=(8, 20), v=(8, 20), o=(20, 24))
+    assert not faults(flat, COLUMNS | {"o": {"style": "row", "heads": 6}}, 2)
+    (found,) = faults(flat, COLUMNS | {"o": {"style": "row", "heads": 3}}, 2)
+    assert found.code == "AT204" and "the 24 that q gives 12 + 12" in found.message
+
+
 def test_what_nothing_beside_feeds_is_nobodys_business():
     row = {"style": "row", "heads": 3}
     assert not faults(stock(a__q=(12, 20), a__o=(20, 24)), QUERIES | {"o": row}, 2)

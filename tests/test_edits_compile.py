@@ -149,6 +149,14 @@ def test_static_class_methods_and_properties_are_remade(written):
     assert (made.c(), made().p) == (4, 4)
 
 
+def test_lambdas_of_one_line_are_told_apart(written):
+    module = written("n = 8\nf = [lambda a: a * n, lambda a: a * n, lambda a: a + n]\n")
+    sources = [source_of(f.__code__, vars(module)) for f in module.f]
+    texts = [s.span(s.definition(f.__code__)) for s, f in zip(sources, module.f, strict=True)]
+    assert [start for start, _ in texts] == [11, 28, 45]
+    assert [f(2) for f in module.f] == [16, 16, 10]
+
+
 def test_a_lambda_and_a_comprehension(written):
     module = written("n = 8\nf = [lambda a: a, lambda a: [a * n for _ in range(2)]]\n")
     new = edited(module.f[1], "a * n")

@@ -75,6 +75,7 @@ def exact(model: torch.nn.Module, plan: Any, tp: int, *, tolerance: float = FLOA
 
 ROWS = [
     *(("Llama", *sizes) for sizes in SIZES),
+    ("Llama", 4, 2, 3),
     ("Qwen2", 6, 2, 4),
     ("Qwen2", 4, 1, 3),
     ("Qwen3", 2, 1, 2),

@@ -150,6 +150,15 @@ REFUSED = {
 }
 
 
+def test_a_norm_by_hand_needs_no_rule() -> None:
+    by_hand = model(replace(module("q_norm", "other", weight=(12,)), class_name="RMS"), linear("fc", 8, 8))
+    assert only({"q_norm": "column"}, by_hand, 2) == (
+        "error[AT206]: q_norm: style column cuts a linear layer, not RMS\n"
+        "  = note: weight f32[12]\n"
+        "  = help: leave the rule out: what code computes on a shard by hand, as a norm does, needs none"
+    )
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_word_for_word(case: str) -> None:
     plan, tp, text = REFUSED[case]

@@ -74,8 +74,10 @@ class Attributes:
             if found:
                 self.values[place] = found
 
-    def look(self, model: nn.Module) -> str:
-        """The state now."""
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def look(self) -> str:
+        """The state now. The compiler asks once, and compiles anew where what the code reads is another."""
+        model = self.modules[""]
         if self._seen is None or self._is_other():
             holders = dict(_holders(self.modules))
             self._first, self._now = _first(model), _dtype(model)

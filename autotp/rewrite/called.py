@@ -91,7 +91,7 @@ class Called:
         self, model: nn.Module, attributes: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raises UnprovenPath for a call that is not proven."""
-        state = attributes.look(model)
+        state = attributes.look()
         key = _key(state, model, args, kwargs)
         for check in self.passed.get(key, ()):
             if check(args, kwargs):
@@ -319,6 +319,8 @@ def _quick(value: Any) -> Any:
         return kind, value
     if kind is float:
         return kind, repr(value)
+    if kind is tuple and all([isinstance(part, torch.Tensor) for part in value]):  # noqa: C419
+        return kind, tuple([_quick(part) for part in value])
     if is_cache(kind):
         return kind, is_filled(value)
     return tuple(described(value, "").items())

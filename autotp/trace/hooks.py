@@ -264,12 +264,12 @@ def only_fakes() -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def in_backward() -> bool:
     """Whether a backward pass runs, as when activations are computed again."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def transformed() -> bool:
     """Whether a transform of torch.func or a forward derivative is under way: also of one that is compiled,
     since the compiler begins it where it sees it, and asks here."""

@@ -266,10 +266,22 @@ def _flow(
             wanted = _wanted(wrong, worth)
             if wanted is NOTHING:
                 continue
-            for leaf, size, worth in _localised(site, source, tables, rank):
-                if worth == wanted:
-                    return leaf, size
+            right = [(leaf, size) for leaf, size, worth in _localised(site, source, tables, rank)
+                     if worth == wanted]  # fmt: skip
+            if right:  # of those that help this rank one that would help the others, too
+                return next((one for one in right if _fits(wrong, site, source, *one)), right[0])
     return None
+
+
+def _fits(wrong: Wrong, site: Site, expression: ast.expr, leaf: ast.expr, size: Size) -> bool:
+    """Whether a size of a leaf gives every rank what it needs, where the rest of the expression is alike."""
+    value = site.value(leaf)
+    for rank, need in enumerate(wrong.size.parts if wrong.size is not None else ()):
+        local = localised((size,), value, rank)
+        wanted = _wanted(replace(wrong, need=need), site.value(expression))
+        if local is None or _with(site, expression, {leaf: local}) != wanted:
+            return False
+    return True
 
 
 def _localised(

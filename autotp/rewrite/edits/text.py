@@ -42,7 +42,7 @@ class Source:
                 self._ends.setdefault((node.end_lineno, node.end_col_offset), []).append(node)
             for child in ast.iter_child_nodes(node):
                 self._parents[child] = node
-        self._codes: dict[tuple[str, int], CodeType] | None = None
+        self._codes: dict[tuple[str, int], list[CodeType]] = {}
 
     def offset(self, line: int, column: int) -> int:
         """The byte offset of a 1-based line and a column in bytes."""
@@ -97,11 +97,13 @@ class Source:
 
     def twin(self, code: CodeType) -> CodeType | None:
         """The same function compiled from this text; None where the text is another than the running one."""
-        if self._codes is None:
-            whole = compile(self.raw, self.file, "exec", dont_inherit=True)
-            self._codes = {(c.co_qualname, c.co_firstlineno): c for c in _codes(whole)}
-        found = self._codes.get((code.co_qualname, code.co_firstlineno))
-        return found if found is not None and _same(found, code) else None
+        if not self._codes:
+            for each in _codes(compile(self.raw, self.file, "exec", dont_inherit=True)):
+                self._codes.setdefault((each.co_qualname, each.co_firstlineno), []).append(each)
+        alike = [c for c in self._codes.get((code.co_qualname, code.co_firstlineno), ()) if _same(c, code)]
+        if len(alike) > 1:  # lambdas of one line
+            alike = [each for each in alike if [*each.co_positions()] == [*code.co_positions()]]
+        return alike[0] if len(alike) == 1 else None
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
