@@ -1,13 +1,14 @@
 """What went wrong for people who shard models, as small recipes: each ends exact, or refused with its help.
 
-A: wrong numbers, silently. B: obscure crashes. I: usability. Cases that other tests hold stand there: A6
-every rank's part together is the whole: test_unshard.py, test_checkpoint_convert.py, test_state.py; A7, A8
-other inputs or other sampled tokens: test_same_inputs.py; A9 names that match nothing: test_match.py,
-test_refusals.py; A10 "auto" that shards nothing: test_derive.py, test_cost.py; A15 sums in bfloat16:
-test_reduced_in.py; B3 head counts in the code: test_edits.py; B8 names that say nothing: test_derive.py,
-test_detectors.py; B9 code that fx refuses: test_trace_capture.py, test_trace_untouched.py; I1 a dry run's
-plan applied again: test_report.py; I3 no cluster: test_verification.py; I4 a model of one's own:
-test_examples.py, test_derive.py.
+A: wrong numbers, silently. B: obscure crashes. I: usability. Cases that other tests hold stand there: A2's
+GPT-2 and GPT-NeoX, A3's Phi-3, A13's Falcon: test_zoo.py; A6 every rank's part together is the whole:
+test_unshard.py, test_checkpoint_convert.py, test_state.py; A7, A8 other inputs or other sampled tokens:
+test_same_inputs.py; A9 names that match nothing: test_match.py, test_refusals.py; A10 "auto" that shards
+nothing: test_derive.py, test_cost.py; A15 sums in bfloat16: test_reduced_in.py; B2 heads that do not divide:
+test_shipped_plans.py (3 heads over 2 ranks, each family); B3 head counts in the code: test_edits.py; B8 names
+that say nothing: test_derive.py, test_detectors.py; B9 code that fx refuses: test_trace_capture.py,
+test_trace_untouched.py; I1 a dry run's plan applied again: test_report.py; I3 no cluster:
+test_verification.py; I4 a model of one's own: test_examples.py, test_derive.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.comm import simulate
+from autotp.rewrite.apply import apply
 from tests import models
 from tests import wrong_models as wrong
 from tests.zoo.build import build
@@ -78,11 +80,11 @@ def test_a2_fused_attention_in_two_orders(split, rule, tp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "codegen"])
-def test_a2_fused_attention_of_transformers(kind):
-    analysis = autotp.analyze(build(kind), "auto", tp=2)
-    assert any("attn" in name or "attention" in name for name in analysis.layouts)
-    exact(build(kind), "auto", 2)
+def test_a2_fused_attention_of_transformers():
+    model = build("codegen")
+    analysis = autotp.analyze(model, "auto", tp=2)
+    assert any("attn" in name for name in analysis.layouts)
+    assert models.verified(model, analysis).ok
 
 
 class Grouped(nn.Module):
@@ -113,11 +115,6 @@ def test_a3_fused_parts_of_unequal_and_of_odd_sizes():
 
 
 @pytest.mark.slow
-def test_a3_phi3():
-    exact(build("phi3"), "auto", 2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "tp"), [(4, 2), (6, 3)])
 def test_a4_slopes_of_each_head(heads, tp):
     config = transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=heads)
@@ -130,8 +127,9 @@ def test_a5_positions_of_each_head():
         vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
     )
     model = transformers.T5ForConditionalGeneration(config).eval()
-    assert autotp.analyze(model, "auto", tp=2).sharded_fraction > 0.5
-    exact(model, "auto", 2)
+    analysis = autotp.analyze(model, "auto", tp=2)
+    assert analysis.sharded_fraction > 0.5
+    assert models.verified(model, analysis).ok
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -152,31 +150,26 @@ def test_a12_routers_and_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gptj", "falcon"])
-def test_a13_parallel_branches(kind):
-    exact(build(kind), "auto", 2)
+def test_a13_parallel_branches():
+    exact(build("gptj"), "auto", 2)
 
 
 @pytest.mark.slow
 def test_a14_a_vocabulary_that_does_not_divide():
     model = models.llama(vocab_size=99, num_hidden_layers=1)
+    analysis = autotp.analyze(model, "llama", tp=2)
 
     def rank(group):
-        sharded = autotp.shard(copy.deepcopy(model), "llama", group)
+        sharded = apply(copy.deepcopy(model), analysis, group)
         return sharded(input_ids=torch.arange(14).view(2, 7)).logits.shape
 
     assert simulate(2, rank) == [(2, 7, 99), (2, 7, 99)]
-    exact(model, "llama", 2)
+    assert models.verified(model, analysis).ok
 
 
 @pytest.mark.slow
 def test_b1_fewer_kv_heads_than_ranks():
     exact(models.llama(num_key_value_heads=1, num_hidden_layers=1), "llama", 2)
-
-
-@pytest.mark.slow
-def test_b2_heads_that_do_not_divide():
-    exact(models.llama(num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=1), "llama", 2)
 
 
 class Plain(nn.Module):

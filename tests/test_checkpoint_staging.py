@@ -304,7 +304,7 @@ def run_and_kill(after, *args):
 def test_killed_at_any_moment_the_target_is_whole_or_absent(tmp_path):
     """Twenty kills of a convert and of a merge each; every rerun goes on and ends in identical bytes."""
     source = write_checkpoint(
-        tmp_path / "in", {f"up.{i}.weight": random_tensor("F32", (2048, 1024), i) for i in range(12)}, files=6
+        tmp_path / "in", {f"up.{i}.weight": random_tensor("F32", (1024, 1024), i) for i in range(6)}, files=3
     )
     options = {"plan": PLAN, "tp": 3, "check": "shapes"}
     started = time.monotonic()

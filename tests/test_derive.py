@@ -20,6 +20,7 @@ from autotp.trace.inventory import inventory
 from autotp.trace.layers import Layers
 from autotp.trace.modes import capture_modes, modes
 from tests import architectures, models
+from tests.models import verified
 from tests.test_shipped_plans import MODELS
 
 # The families that people use most, and some built otherwise. What derive cuts beyond a shipped plan: small
@@ -276,7 +277,7 @@ def test_a_norm_over_a_projection_is_cut_with_it():
     analysis = autotp.analyze(NormedProjection(), "auto", tp=2, inputs=SAMPLE)
     assert analysis.ok and analysis.sharded_fraction == 1.0
     assert analysis.plan.rules["q_norm"] == analysis.plan.rules["k"]  # dealt head by head
-    assert autotp.verify(NormedProjection(), "auto", tp=2, inputs=SAMPLE).ok
+    assert verified(NormedProjection(), analysis, inputs=SAMPLE).ok
 
 
 class Latent(nn.Module):

@@ -17,6 +17,7 @@ import autotp
 from autotp import hfplan, hfsource
 from autotp.diagnostic import PlanError
 from autotp.plan import Plan, Rule
+from tests.models import verified
 from tests.test_shipped_plans import EXPERTS, GROUPED, HEAD_DIM, SIZES
 
 transformers.logging.set_verbosity_error()
@@ -220,7 +221,7 @@ QUICK = ("Phi3", "Gemma2")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in FAMILIES]
 )
-def test_transformers_plans_are_proven_or_refused(name):
+def test_transformers_plans_are_proven_and_exact_or_refused(name):
     changes, code = FAMILIES[name]
     model = tiny(name, **changes)
     plan = Plan.from_transformers(model.config)
@@ -231,10 +232,4 @@ def test_transformers_plans_are_proven_or_refused(name):
         assert analysis.certainty == "layouts" and analysis.sharded_fraction > 0.5
         whole = Plan.from_transformers(model)
         assert autotp.analyze(model, whole, tp=2, check="shapes").layouts.keys() == analysis.layouts.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, (_, code) in FAMILIES.items() if code is None])
-def test_proven_plans_of_transformers_are_exact(name):
-    model = tiny(name, **FAMILIES[name][0])
-    assert autotp.verify(model, Plan.from_transformers(model.config), tp=2).ok
+        assert verified(model, analysis).ok

@@ -172,13 +172,11 @@ def falcon(queries: int, keys: int) -> tuple[torch.nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("family", "queries", "keys", "tp"),
     [
-        (gpt2, 3, 3, 2),
         (gpt2, 4, 4, 3),
         (phi3, 6, 3, 2),
         (bigcode, 3, 1, 2),
         (bigcode, 4, 1, 3),
-        (falcon, 3, 1, 2),
-        (falcon, 6, 3, 2),
+        (falcon, 6, 1, 3),
     ],
 )
 def test_fused_weights(family, queries, keys, tp):

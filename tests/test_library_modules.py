@@ -8,6 +8,7 @@ from torch import nn
 
 import autotp
 from tests import library
+from tests.models import verified
 
 
 def given(model: nn.Module) -> torch.Tensor:
@@ -35,7 +36,7 @@ def test_exact_with_the_rank_s_number(build, edited, tp):
     analysis = autotp.analyze(model, library.plan(model), tp=tp, inputs=x)
     changed = [line for line in analysis.edits.splitlines() if line.startswith("+ ")]
     assert analysis.ok and any(edited in line for line in changed)
-    result = autotp.verify(model, library.plan(model), tp=tp, inputs=x)
+    result = verified(model, analysis, inputs=x)
     assert result.ok and result.tolerance == 1e-9, str(result)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import autotp
 from autotp.comm import simulate
-from autotp.rewrite.apply import sharded
+from autotp.rewrite.apply import apply, sharded
 from tests import edited
 from tests.models import losses, randomised
 
@@ -78,10 +78,11 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("build", [edited.NanoGPT, pytest.param(Decoder, marks=pytest.mark.slow)])
 def test_five_steps_with_auto(build):
     model = randomised(build())
+    analysis = autotp.analyze(model, "auto", tp=2, inputs=IDS)
     copies = [copy.deepcopy(model) for _ in range(2)]
 
     def rank(group):
-        mine = autotp.shard(copies[group.rank], "auto", group, inputs=IDS)
+        mine = apply(copies[group.rank], analysis, group)
         return losses(mine, IDS, 5), set(sharded(mine).layouts)
 
     wanted, matrices = losses(model, IDS, 5), {n for n, p in model.named_parameters() if p.dim() > 1}

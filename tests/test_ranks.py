@@ -71,16 +71,16 @@ def test_an_exception_comes_back_with_its_traceback_and_the_pool_goes_on(ranks) 
 
 
 @pytest.mark.slow
-def test_ranks_that_hang_or_end_are_replaced() -> None:
+def test_ranks_that_hang_or_end_are_replaced(monkeypatch) -> None:
+    """Each call after a fault starts new ranks; the last one shows that they work."""
+    monkeypatch.setattr("tests.ranks.AFTER_A_FAILURE", 3.0)
     pool = Pool(2)
     try:
         pool.start()
-        with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer within 8 s"):
-            pool.call(hangs, timeout=8)
-        assert [value for _, value in pool.call(total, 0.0)] == [1.0, 1.0]
+        with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer within 5 s"):
+            pool.call(hangs, timeout=5)
         with pytest.raises(UsageError, match="a fault of rank 1"):
             pool.call(fails_while_the_other_waits)
-        assert [value for _, value in pool.call(total, 0.0)] == [1.0, 1.0]
         with pytest.raises(RankError, match="ended in ends"):
             pool.call(ends)
         assert [value for _, value in pool.call(total, 0.0)] == [1.0, 1.0]

@@ -12,6 +12,7 @@ import torch
 import autotp
 from autotp.comm import simulate
 from tests import models
+from tests.models import verified
 from tests.wrong_models import PerHead
 
 PLAN = {"fc1": "column", "fc2": "row"}
@@ -45,7 +46,7 @@ def qwen3(**changes):
 def test_they_are_found_and_exact(factory, plan, reads, tp):
     analysis = autotp.analyze(factory(), plan, tp=tp)
     assert {r.name: (r.copied, r.shard is not None) for r in analysis.reads} == reads
-    assert autotp.verify(factory(), plan, tp=tp).ok
+    assert verified(factory(), analysis).ok
 
 
 def test_the_parameter_stays_whole_and_the_class_stays_itself():
@@ -120,4 +121,4 @@ def test_what_each_head_has_is_read_in_parts_though_it_stays_whole(rules):
     plan = {n: {"style": "column", "heads": 3} for n in "qkv"} | {"out": "row"} | rules
     analysis = autotp.analyze(PerHead(), plan, tp=2)
     assert {read.name for read in analysis.reads if read.shard} == {"table.weight", "scale", "sinks"}
-    assert autotp.verify(PerHead(), plan, tp=2).ok
+    assert verified(PerHead(), analysis).ok

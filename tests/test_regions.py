@@ -14,6 +14,7 @@ from autotp.comm import GroupOfOne, simulate
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.specialise import _mapped, _Own
+from tests.models import verified
 
 PLAN = {
     "raw.w1": {"style": "column", "dim": 0},
@@ -68,7 +69,7 @@ class Peeking(Raw):
 def test_borders_are_found_and_exact(tp):
     analysis = autotp.analyze(Net(), PLAN, tp=tp)
     assert analysis.regions == (Region("raw", frozenset({"[0][0]", "[1].scale"}), frozenset({""})),)
-    result = autotp.verify(Net(), PLAN, tp=tp)
+    result = verified(Net(), analysis)
     assert result.ok and result.max_grad_diff < 1e-12
     assert result.collectives[0] == {"forward": {"all-reduce": 1}, "backward": {"all-reduce": 2}}
 
@@ -100,7 +101,7 @@ def test_a_sum_is_reduced_before_the_next_layer(between):
         plan["between"] = {"style": "column", "gather_output": True}
     analysis = autotp.analyze(model, plan, tp=2, inputs=inputs)
     assert {r.path: r.reduced for r in analysis.regions} == {"one": {""}, "two": {""}}
-    assert autotp.verify(model, plan, tp=2, inputs=inputs).ok
+    assert verified(model, analysis, inputs=inputs).ok
 
 
 class Matrix(nn.Module):
@@ -131,7 +132,7 @@ def test_what_a_region_around_has_copied_is_not_copied_again(between):
     plan = {"up.weight": {"style": "column", "dim": 0}, "down.weight": {"style": "row", "dim": 1}}
     analysis = autotp.analyze(model, plan, tp=2, inputs=torch.randn(5, 16))
     assert [(r.path, r.copied) for r in analysis.regions if r.copied] == [("1", {"[0][0]"})]
-    result = autotp.verify(model, plan, tp=2, inputs=torch.randn(5, 16))
+    result = verified(model, analysis, inputs=torch.randn(5, 16))
     assert result.ok, str(result)
 
 
@@ -184,7 +185,7 @@ def test_numbers_that_values_decide_may_be_any_at_a_border():
     assert analysis.ok, analysis.diagnostics
     given = {r.path: r.guard for r in analysis.regions if r.guard is not None}
     assert given["1.up"].free == {"rows[0]", "rows[1]", "rows[2]"}
-    assert autotp.verify(model, plan, tp=2, inputs=torch.randn(11, 16)).ok
+    assert verified(model, analysis, inputs=torch.randn(11, 16)).ok
 
 
 class Looked(nn.Module):
@@ -202,7 +203,7 @@ class Looked(nn.Module):
 def test_a_table_that_feeds_a_region_is_copied_at_its_border():
     analysis = autotp.analyze(Looked(), PLAN, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long))
     assert analysis.ok and analysis.reads == ()
-    assert autotp.verify(Looked(), PLAN, tp=2, inputs=torch.zeros(3, 5, dtype=torch.long)).ok
+    assert verified(Looked(), analysis, inputs=torch.zeros(3, 5, dtype=torch.long)).ok
 
 
 def test_places_are_mapped_in_one_order_on_all_ranks():
@@ -243,7 +244,7 @@ def test_a_bias_in_the_sum_is_shared(functional, tp):
     model.raw = Biased()
     analysis = autotp.analyze(model, PLAN, tp=tp)
     assert analysis.ok and analysis.reads == (Read("raw.b2", copied=False, shared=True),)
-    result = autotp.verify(model, PLAN, tp=tp)
+    result = verified(model, analysis)
     assert result.ok and result.max_grad_diff < 1e-12
 
 
@@ -262,7 +263,7 @@ class ScaledAfter(Net):
 def test_a_bias_behind_a_border_is_added_to_what_was_reduced_there():
     analysis = autotp.analyze(ScaledAfter(), PLAN, tp=2)
     assert analysis.ok and analysis.regions[0].reduced == {""} and not analysis.reads
-    result = autotp.verify(ScaledAfter(), PLAN, tp=2)
+    result = verified(ScaledAfter(), analysis)
     assert result.ok and result.max_grad_diff < 1e-12
 
 
@@ -310,7 +311,7 @@ def test_a_forgotten_tensor_is_sliced_where_it_is_read(name):
     plan = {k: v for k, v in PLAN.items() if k != name}
     analysis = autotp.analyze(Net(), plan, tp=2)
     assert analysis.ok and [r.name for r in analysis.reads] == [name]
-    assert autotp.verify(Net(), plan, tp=2).ok
+    assert verified(Net(), analysis).ok
 
 
 def test_another_call_than_the_proven_one_raises():
@@ -352,7 +353,7 @@ def test_experts_of_transformers_are_cut_inside():
     }  # fmt: skip
     analysis = autotp.analyze(mixtral(), plan, tp=2)
     assert analysis.ok and analysis.sharded_fraction > 0.99
-    result = autotp.verify(mixtral(), plan, tp=2)
+    result = verified(mixtral(), analysis)
     assert result.ok and result.dtype == torch.float64
     with pytest.raises(autotp.UsageError, match="MixtralForCausalLM does not run in float64: "):
         autotp.verify(mixtral(), plan, tp=2, dtype=torch.float64)
@@ -449,7 +450,7 @@ def test_a_loop_over_experts_is_exact():
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
     analysis = autotp.analyze(Mixture(), plan, tp=3, inputs=x)
     assert analysis.ok and analysis.reads == (Read("experts.bias", copied=False, shared=True),)
-    assert autotp.verify(Mixture(), plan, tp=3, inputs=x).max_grad_diff < 1e-12
+    assert verified(Mixture(), analysis, inputs=x).max_grad_diff < 1e-12
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch import nn
 
 import autotp
 from autotp.comm import simulate
+from autotp.rewrite.apply import apply
 from tests import models
 
 PLAN = {"fc1": "column", "fc2": "row"}
@@ -64,8 +65,10 @@ def step(model, inputs):
 
 def sharded_step(group, name):
     factory, plan = MODELS[name]
-    model = factory()
-    autotp.shard(model, plan, group)
+    return stepped(autotp.shard(factory(), plan, group), name)
+
+
+def stepped(model, name):
     out, grads = step(model, inputs_of(name))
     return out, grads, {n: tuple(p.shape) for n, p in model.named_parameters()}
 
@@ -118,7 +121,10 @@ def test_two_real_ranks_equal_the_unsharded_model(name, ranks):
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("name", quickly(n for n in MODELS if n != "minilm"))
 def test_simulated_ranks_equal_the_unsharded_model(name, tp):
-    compare(name, simulate(tp, lambda group: sharded_step(group, name)))
+    """Proven once for all ranks; `shard` itself decides on each, as the real ranks above."""
+    factory, plan = MODELS[name]
+    analysis = autotp.analyze(factory(), plan, tp=tp)
+    compare(name, simulate(tp, lambda group: stepped(apply(factory(), analysis, group), name)))
 
 
 @pytest.mark.parametrize("name", quickly(["mlp", "llama"]))
@@ -250,8 +256,10 @@ def test_a_meta_model_holds_its_part_on_meta():
 
 @pytest.mark.slow
 def test_layers_that_read_one_value_share_its_copy():
+    analysis = autotp.analyze(models.randomised(models.llama()), "llama", tp=2)
+
     def rank(group):
-        model = autotp.shard(models.randomised(models.llama()), "llama", group)
+        model = apply(models.randomised(models.llama()), analysis, group)
         layer = model.model.layers[0]
         assert layer.self_attn.q_proj.copy_input is layer.self_attn.v_proj.copy_input
         assert layer.mlp.gate_proj.copy_input is layer.mlp.up_proj.copy_input
@@ -262,9 +270,7 @@ def test_layers_that_read_one_value_share_its_copy():
         return layer.self_attn.q_proj.copy_input.value is None
 
     assert simulate(2, rank) == [True, True]
-    backward = [
-        c for c in autotp.analyze(models.llama(), "llama", tp=2).collectives if c.direction == "backward"
-    ]
+    backward = [c for c in analysis.collectives if c.direction == "backward"]
     assert len(backward) == 2 * 2 + 1  # two a layer, and one of the head
 
 

@@ -13,6 +13,7 @@ import autotp
 from autotp.comm import simulate
 from autotp.verification import compare
 from tests import models, statistics, wrong_models
+from tests.models import verified
 
 PLAN = {"fc1": "column", "fc2": "row"}
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -53,7 +54,7 @@ def test_a_size_of_the_whole_model_that_was_read_off_a_part():
     model = wrong_models.Alibi(statistics.slopes)
     analysis = autotp.analyze(model, plan, tp=2)
     assert "+    return 2.0 ** -torch.arange(1, whole(q.shape[1]) + 1)" in analysis.edits.splitlines()
-    result = autotp.verify(model, plan, tp=2)
+    result = verified(model, analysis)
     assert result.ok, str(result)
 
 

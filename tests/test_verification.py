@@ -12,6 +12,7 @@ import autotp
 from autotp import mappings
 from autotp.nn import ColumnParallelLinear, RowParallelLinear
 from tests import models
+from tests.models import verified
 
 PLAN = {"fc1": "column", "fc2": "row"}
 
@@ -24,16 +25,22 @@ PLAN = {"fc1": "column", "fc2": "row"}
         (models.Twice, PLAN, 3),
         (models.FusedGate, {"gate_up": {"style": "column", "sections": 2}, "down": "row"}, 3),
         (models.bert, "bert", 2),
-        pytest.param(models.bert, "bert", 3, marks=pytest.mark.slow),
         # its norms compute in float32, and in float64 where it is compared
         pytest.param(models.llama, "llama", 4, marks=pytest.mark.slow),
     ],
 )
-def test_right_plans_are_exact(factory, plan, tp):
-    result = autotp.verify(factory(), plan, tp=tp)
+def test_right_plans_are_exact_and_collectives_those_of_the_analysis(factory, plan, tp):
+    analysis = autotp.analyze(factory(), plan, tp=tp)
+    result = verified(factory(), analysis)
     assert result.ok and result.state_dict_equal and result.tolerance == 1e-9
     assert result.max_output_diff <= 1e-10 and result.max_grad_diff <= 1e-10
     assert len(result.collectives) == tp
+    for direction in ("forward", "backward"):
+        said: dict[str, int] = {}
+        for c in analysis.collectives:
+            if c.direction == direction:
+                said[c.operation] = said.get(c.operation, 0) + c.calls
+        assert result.collectives[0][direction] == said
 
 
 class Rooted(models.MLP):
@@ -98,19 +105,6 @@ def test_collectives_are_counted_per_rank_and_phase():
         ("copy", "fc1", "backward", 1),
         ("reduce", "fc2", "forward", 1),
     ]
-
-
-@pytest.mark.slow
-def test_counted_collectives_are_those_of_the_analysis():
-    for factory, plan in ((models.llama, "llama"), (models.bert, "bert"), (models.Twice, PLAN)):
-        analysis = autotp.analyze(factory(), plan, tp=2)
-        counted = autotp.verify(factory(), plan, tp=2).collectives[0]
-        for direction in ("forward", "backward"):
-            said: dict[str, int] = {}
-            for c in analysis.collectives:
-                if c.direction == direction:
-                    said[c.operation] = said.get(c.operation, 0) + c.calls
-            assert counted[direction] == said
 
 
 def test_zero_gradients_are_listed():
