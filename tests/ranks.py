@@ -1,15 +1,16 @@
 """Real ranks for tests: gloo workers that are started once per world size and kept for the session.
 
-A worker costs seconds of imports, so tests share them. Each call is a module-level function, sent by
-reference and run as `function(rank, size, *args)` on every worker; what it raises is raised by the call,
-with the worker's traceback as a note. After a timeout the workers are ended, and the next call starts
-new ones.
+A worker costs seconds of imports, so tests share them, and each is a fork of one process that has imported
+what most of them need. Each call is a module-level function, sent by reference and run as
+`function(rank, size, *args)` on every worker; what it raises is raised by the call, with the worker's
+traceback as a note. After a timeout the workers are ended, and the next call starts new ones.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -38,36 +39,93 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Forks:
+    """The process of which every worker is a fork; it has imported, and made no thread."""
+
+    def __init__(self) -> None:
+        ours, theirs = os.pipe()
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [sys.executable, "-c", f"from tests.ranks import fork; fork({theirs})"]
+        self.process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[theirs], text=True
+        )
+        os.close(theirs)
+        self.pids = os.fdopen(ours)
+
+    def worker(self, *args: Any) -> int:
+        """A process that runs `work(*args)`; its id."""
+        return self._asked(args)
+
+    def end(self, worker: int) -> None:
+        """End a worker, and wait for its end."""
+        self._asked(worker)
+
+    def _asked(self, line: Any) -> int:
+        assert self.process.stdin is not None
+        print(repr(line), file=self.process.stdin, flush=True)
+        return int(self.pids.readline())
+
+    def stop(self) -> None:
+        """End it; its forks go on."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.pids.close()
+
+
+_forks: list[Forks] = []
+
+
+def fork(pids: int) -> None:
+    """For each line of stdin: a fork that runs `work` with these arguments, or the end of the one with this
+    id. The id goes to `pids`."""
+    import ast
+    import gc
+
+    import torch.distributed  # noqa: F401
+    import transformers.modeling_utils  # noqa: F401
+
+    import autotp.decide
+    import autotp.rewrite.apply  # noqa: F401
+
+    gc.freeze()
+    for line in sys.stdin:
+        asked = ast.literal_eval(line)
+        process = asked if isinstance(asked, int) else os.fork()
+        if process == 0:
+            os.close(pids)
+            try:
+                work(*asked)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        if process == asked:
+            os.kill(process, signal.SIGTERM)
+            os.waitpid(process, 0)
+        os.write(pids, f"{process}\n".encode())
+
+
 class Pool:
     """`size` workers with one gloo group, all on this machine."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[int] = []
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
         """Start the workers and wait until each has called back."""
+        if not _forks:
+            _forks.append(Forks())
         key = os.urandom(16)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "AUTOTP_TEST_KEY": key.hex(),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
         with Listener(("127.0.0.1", 0), authkey=key) as listener:
             port, store = listener.address[1], free_port()
             self.processes = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-c",
-                        f"from tests.ranks import work; work{port, rank, self.size, store}",
-                    ],
-                    env=environment,
-                    cwd=ROOT,
-                )
-                for rank in range(self.size)
+                _forks[0].worker(port, rank, self.size, store, key) for rank in range(self.size)
             ]
             found = [listener.accept() for _ in range(self.size)]
         self.pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in found)]
@@ -110,9 +168,7 @@ class Pool:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait()
+            _forks[0].end(process)
         self.pipes, self.processes = [], []
 
 
@@ -129,6 +185,9 @@ def stop_all() -> None:
     for each in _pools.values():
         each.stop()
     _pools.clear()
+    for forks in _forks:
+        forks.stop()
+    _forks.clear()
 
 
 def _answer(function: Callable[..., Any], rank: int, size: int, args: tuple[Any, ...]) -> bytes:
@@ -147,7 +206,7 @@ def _answer(function: Callable[..., Any], rank: int, size: int, args: tuple[Any,
             return FAILED + pickle.dumps((RankError(f"{type(error).__name__}: {error}"), text))
 
 
-def work(port: int, rank: int, size: int, store: int) -> None:
+def work(port: int, rank: int, size: int, store: int, key: bytes) -> None:
     """A worker: join the group, then answer calls until the pipe closes."""
     import importlib
     import random
@@ -157,7 +216,7 @@ def work(port: int, rank: int, size: int, store: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    with Client(("127.0.0.1", port), authkey=bytes.fromhex(os.environ["AUTOTP_TEST_KEY"])) as pipe:
+    with Client(("127.0.0.1", port), authkey=key) as pipe:
         pipe.send(rank)
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=size)
         while True:

@@ -9,7 +9,9 @@ import torch
 
 import autotp
 from autotp.comm import simulate
+from autotp.rewrite.apply import apply
 from tests import attention
+from tests.models import verified
 
 FFN = {"linear1": "column", "linear2": "row"}
 X, MEMORY = torch.randn(4, 6, 20), torch.randn(7, 6, 20)
@@ -39,13 +41,14 @@ def test_exact_with_gradients_and_in_inference(model, heads, inputs, tp):
         plan |= FFN
     model = attention.randomised(model).double().eval()
     inputs = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
-    result = autotp.verify(model, plan, tp=tp, inputs=inputs)
+    analysis = autotp.analyze(model, plan, tp=tp, inputs=inputs)
+    result = verified(model, analysis, inputs=inputs)
     assert result.ok and result.tolerance == 1e-9, str(result)
     with torch.no_grad():  # torch's own model takes its fused kernel, where it may
         wanted = model(*inputs)
 
     def rank(group):
-        part = autotp.shard(copy.deepcopy(model), plan, group, inputs=inputs)
+        part = apply(copy.deepcopy(model), analysis, group)
         with torch.no_grad():
             return part(*inputs)
 

@@ -2,8 +2,10 @@
 
 import os
 import resource
+import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,20 @@ def run(*command):
     return done.stdout
 
 
+@pytest.fixture
+def run_here(capsys, monkeypatch):
+    """One rank of an example, in this process: imports take longer than most of them."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+    def run_one(name):
+        before = time.process_time()
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        assert time.process_time() - before < 30
+        return capsys.readouterr().out
+
+    return run_one
+
+
 def test_every_example_is_tested():
     assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == [
         "01_mlp.py",
@@ -54,8 +70,8 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.slow
-def test_mlp():
-    output = run("examples/01_mlp.py")
+def test_mlp(run_here):
+    output = run_here("01_mlp.py")
     assert "fc1" in output
     assert "softmax" in output and "01_mlp.py:" in output  # the refusal names the line of the model
     assert "outputs differ by" in output
@@ -68,15 +84,15 @@ def test_mlp_on_two_ranks():
 
 
 @pytest.mark.slow
-def test_minilm():
-    output = run("examples/02_minilm.py")
+def test_minilm(run_here):
+    output = run_here("02_minilm.py")
     assert "tp=2: outputs differ by" in output
     assert "tp=5: outputs differ by" in output
 
 
 @pytest.mark.slow
-def test_gpt_block_has_the_same_losses_on_one_rank_and_on_two():
-    one, two = run("examples/03_gpt_block.py"), run(*TORCHRUN, "examples/03_gpt_block.py")
+def test_gpt_block_has_the_same_losses_on_one_rank_and_on_two(run_here):
+    one, two = run_here("03_gpt_block.py"), run(*TORCHRUN, "examples/03_gpt_block.py")
     losses = [line for line in one.splitlines() if line.startswith("step")]
     assert len(losses) == 3
     assert [line for line in two.splitlines() if line.startswith("step")] == losses
@@ -92,8 +108,8 @@ def test_two_ranks_print_what_they_hold():
 
 
 @pytest.mark.slow
-def test_own_code():
-    output = run("examples/05_own_code.py")
+def test_own_code(run_here):
+    output = run_here("05_own_code.py")
     assert output.count("5 heads over 3 ranks: outputs differ by") == 5
     assert "k = k.view(B, T, local(self.n_head), C // self.n_head).transpose(1, 2)" in output
     assert "is_fastpath_enabled = slow(torch.backends.mha.get_fastpath_enabled())" in output

@@ -174,7 +174,7 @@ MLA = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tp"), [("deepseek_v3", 2), ("deepseek_v2", 3)])
+@pytest.mark.parametrize(("name", "tp"), [("deepseek_v2", 3)])
 def test_latent_attention_of_transformers_is_exact(name, tp):
     result = autotp.verify(architectures.build(name), MLA, tp=tp)
     assert result.ok and result.max_grad_diff < 1e-5  # its norms and router compute in float32

@@ -100,8 +100,8 @@ def test_a_shard_left_on_the_model_is_told():
     [
         ("bert", {}, None),
         pytest.param("qwen3", {}, None, marks=pytest.mark.slow),
-        pytest.param("gemma2", {"num_hidden_layers": 6}, None, marks=pytest.mark.slow),
-        pytest.param("whisper", {"encoder_layers": 4, "decoder_layers": 4}, FFN, marks=pytest.mark.slow),
+        pytest.param("gemma2", {"num_hidden_layers": 5}, None, marks=pytest.mark.slow),
+        pytest.param("whisper", {"encoder_layers": 3, "decoder_layers": 3}, FFN, marks=pytest.mark.slow),
         pytest.param("gpt_neox", {}, None, marks=pytest.mark.slow),
         pytest.param("gpt2", {}, None, marks=pytest.mark.slow),
     ],

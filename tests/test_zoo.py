@@ -15,7 +15,7 @@ from tests.zoo.report import report
 from tests.zoo.trial import ENDS, Result, attempt, from_data
 
 FAMILIES = [
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi", "phi3", "gpt2", "gpt_neox", "opt", "starcoder2"),
+    *("llama", "qwen2", "qwen3", "gemma2", "phi", "phi3", "gpt2", "gpt_neox", "opt", "starcoder2"),
     *(
         "cohere",
         "granite",
