@@ -73,19 +73,22 @@ def test_the_page_counts():
             commit="abc1234",
         ),
         Result("b", 2, "exact", fraction=0.5, whole=[("h.*.w", 500, "softmax over dim 1 (model.py:3:4)")]),
+        Result("b", 3, "exact", fraction=0.5, whole=[("h.*.w", 500, "softmax over dim 1 (model.py:3:4)")]),
+        Result("e", 2, "exact", fraction=0.8),
         Result("c", 2, "refused", why="error[AT320]: it cannot be traced\n  --> model.py:1:1"),
         Result("d", 2, "unbuilt", why="ValueError: no"),
     ]
     page = report(results, 178)
-    assert "| tried, of 178 architectures | 4 |" in page and "| of these build as a tiny model | 3 |" in page
-    assert "| exact | 2 |" in page
-    assert "| exact, with at least 90 % of the matrix bytes sharded | 1 |" in page
+    assert "| tried, of 178 architectures | 5 | 1 |" in page
+    assert "| of these build as a tiny model | 4 | 1 |" in page and "| exact | 3 | 1 |" in page
+    assert "| exact, with at least 90 % of the matrix bytes sharded | 1 | 0 |" in page
+    assert "| b | 50.0% | softmax over dim 1 (model.py:3:4): 100% |\n| e | 80.0% | no weight: buffers" in page
     assert "- c, tp 2, refused: error[AT320]: it cannot be traced\n" in page
     assert "- d: ValueError: no\n" in page
     assert "| 1 | softmax over dim … | b, model.py:3:4 |" in page
     assert "| a | 2 | exact | 95.0% | 4 / 0 |  | 0e+00 / 0e+00 | 1e-09 | same | same | abc1234 |" in page
-    assert "| before commits were noted | 3 |\n| abc1234 | 1 |" in page
-    assert "| the same tokens from `generate()` with a cache | 1 |" in page
+    assert "| before commits were noted | 4 | 1 |\n| abc1234 | 1 | 0 |" in page
+    assert "| the same tokens from `generate()` with a cache | 1 | 0 |" in page
     assert set(ENDS) >= {r.end for r in results}
 
 

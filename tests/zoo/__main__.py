@@ -3,7 +3,7 @@
 Results are kept in .zoo/, one file each; a second run goes on where the first one stopped, and tries anew
 what an older state of the sources gave. `--keep` takes old results, too; `--only` tries some. What took
 least the last time, at any tp, comes first. Of architectures that are one model one is tried. Tokens are
-generated at the first tp alone.
+generated at the first tp alone. At an odd tp, which deals heads unevenly, a fixed sample is tried.
 """
 
 from __future__ import annotations
@@ -27,6 +27,23 @@ from tests.zoo.trial import Result, attempt, from_data
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".zoo"
+SAMPLE = (
+    *(
+        "llama",
+        "mistral",
+        "gemma2",
+        "qwen3",
+        "phi3",
+        "gpt2",
+        "gpt_neox",
+        "bloom",
+        "falcon",
+        "opt",
+        "bart",
+        "bert",
+    ),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next"),
+)
 SECONDS = 3600  # for one architecture, unless `--seconds` says otherwise
 MEMORY = 8 << 30
 
@@ -86,6 +103,7 @@ def main() -> None:
     """Run what is asked for, and write the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo")
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sample", type=int, nargs="*", default=[3], help="at these tp the fixed sample")
     parser.add_argument("--only", nargs="+", default=None)
     parser.add_argument("--keep", action="store_true", help="take results of older sources, too")
     parser.add_argument("--known", action="store_true", help="write the page of the results there are")
@@ -99,9 +117,10 @@ def main() -> None:
     state, results = sources(), []
     if not chosen.known:
         attempt("llama", 2)  # what torch imports and fills once is then there in every process
-    for tp in chosen.tp:
+    for tp in chosen.tp if chosen.only else (*chosen.tp, *chosen.sample):
+        kinds = chosen.only or (architectures() if tp in chosen.tp else SAMPLE)
         same: dict[str, Result] = {}  # some architectures have one model
-        for kind in sorted(chosen.only or architectures(), key=taken):
+        for kind in sorted(kinds, key=taken):
             result = known(kind, tp, None if chosen.keep or chosen.known else state)
             if result is None and chosen.known:
                 continue
