@@ -1,14 +1,29 @@
 """What went wrong for people who shard models, as small recipes: each ends exact, or refused with its help.
 
-A: wrong numbers, silently. B: obscure crashes. I: usability. Cases that other tests hold stand there: A2's
-GPT-2 and GPT-NeoX, A3's Phi-3, A13's Falcon: test_zoo.py; A6 every rank's part together is the whole:
-test_unshard.py, test_checkpoint_convert.py, test_state.py; A7, A8 other inputs or other sampled tokens:
-test_same_inputs.py; A9 names that match nothing: test_match.py, test_refusals.py; A10 "auto" that shards
-nothing: test_derive.py, test_cost.py; A15 sums in bfloat16: test_reduced_in.py; B2 heads that do not divide:
-test_shipped_plans.py (3 heads over 2 ranks, each family); B3 head counts in the code: test_edits.py; B8 names
-that say nothing: test_derive.py, test_detectors.py; B9 code that fx refuses: test_trace_capture.py,
-test_trace_untouched.py; I1 a dry run's plan applied again: test_report.py; I3 no cluster:
-test_verification.py; I4 a model of one's own: test_examples.py, test_derive.py.
+A: wrong numbers, silently. B: obscure crashes. I: usability. What other tests hold stands there:
+
+| case | tests |
+|---|---|
+| A2 GPT-2, GPT-NeoX; fused layers of one's own, in five forms | test_zoo.py; test_derive.py: fused_qkv |
+| A3 Phi-3 | test_zoo.py |
+| A4 slopes in a buffer | test_derive.py: a_table_of_the_heads; test_statistics.py: a_size_of_the_whole |
+| A6 every rank's part together is the whole | test_unshard.py, test_checkpoint_convert.py, test_state.py |
+| A7 other inputs, A8 other sampled tokens | test_same_inputs.py |
+| A9 names that match nothing | test_match.py: slips_in_a_llama_plan; test_refusals.py |
+| A10 "auto" that shards nothing, or little | test_derive.py, test_cost.py, test_cli_{derive,plan}.py |
+| A11 tied by assignment, and as a function | test_own_models.py, test_heads.py, test_tied.py |
+| A12 Mixtral, its router's loss | test_experts.py |
+| A13 GPT-NeoX, both forms of Falcon | test_zoo.py, test_merged.py, test_edits_generate.py |
+| A15 sums in bfloat16 | test_reduced_in.py; the table of docs/usage.md |
+| B2 3 heads over 2 ranks, of each family | test_shipped_plans.py |
+| B2 the sizes that work | test_match.py: more_ranks_than_query_heads; test_refusals.py: fewer_heads |
+| B3 head counts in the code | test_edits.py, test_edits_find.py, test_own_code.py |
+| B7 save_pretrained | test_silent_faults.py, test_checkpoint_save.py, test_unshard.py |
+| B8 names that say nothing | test_derive.py, test_own_models.py, test_detectors.py |
+| B9 code that fx refuses | test_trace_capture.py, test_trace_untouched.py |
+| I1 a dry run's plan, edited and applied | test_report.py, test_cli_plan.py |
+| I3 no cluster | test_verification.py |
+| I4 a model of one's own | test_own_code.py, test_own_models.py, test_examples.py |
 """
 
 from __future__ import annotations
@@ -20,6 +35,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import autotp
@@ -115,7 +131,7 @@ def test_a3_fused_parts_of_unequal_and_of_odd_sizes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "tp"), [(4, 2), (6, 3)])
+@pytest.mark.parametrize(("heads", "tp"), [(4, 2), (6, 2), (6, 3)])
 def test_a4_slopes_of_each_head(heads, tp):
     config = transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=1, n_head=heads)
     exact(transformers.BloomForCausalLM(config).eval(), "auto", tp)
@@ -165,6 +181,20 @@ def test_a14_a_vocabulary_that_does_not_divide():
 
     assert simulate(2, rank) == [(2, 7, 99), (2, 7, 99)]
     assert models.verified(model, analysis).ok
+
+
+def test_a14_a_table_of_49155_rows_over_5_ranks(tmp_path):
+    """By the converter, from headers: 9831 rows each, and the same file again."""
+    table = torch.arange(49155 * 2, dtype=torch.int32).view(49155, 2)
+    source = tmp_path / "in" / "model.safetensors"
+    source.parent.mkdir()
+    save_file({"embed.weight": table}, source)
+    autotp.convert(source.parent, tmp_path / "out", plan={"embed": "vocab"}, tp=5, check="shapes")
+    parts = [load_file(f) for f in sorted((tmp_path / "out").rglob("*.safetensors"))]
+    assert [len(p["embed.weight"]) for p in parts] == [9831] * 5
+    assert torch.equal(torch.cat([p["embed.weight"] for p in parts]), table)
+    autotp.merge(tmp_path / "out", tmp_path / "back")
+    assert (tmp_path / "back" / source.name).read_bytes() == source.read_bytes()
 
 
 @pytest.mark.slow
@@ -257,6 +287,17 @@ def test_i2_the_bytes_of_each_rank(tp):
         tp, lambda group: bytes_held(autotp.shard(copy.deepcopy(model), "llama", group, check="shapes"))
     )
     assert held == list(estimated)
+
+
+def test_i2_a_llama_of_7_billion():
+    config = transformers.LlamaConfig(num_hidden_layers=32)  # 32 heads, 11008 features, a head of its own
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    whole = 65 * 4096 + 2 * 64  # norms, and the rotary frequencies, which stand there twice
+    matrices = 2 * 32000 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    for tp in (1, 2, 4, 8):
+        estimated = autotp.analyze(model, "llama", tp=tp, check="shapes").rank_bytes
+        assert estimated == (4 * (matrices // tp + whole),) * tp
 
 
 @pytest.mark.slow

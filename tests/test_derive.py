@@ -128,6 +128,38 @@ def test_names_carry_no_meaning(names):
     assert {roles[key]: rule for key, rule in _rules(found).items()} == MEGATRON
 
 
+def _renamed(model):
+    """Other names for every module with a name, in place, and the old ones by the new. The models' code still
+    says the old ones: properties of classes of the same name give it the modules."""
+    names = {}
+    for module in [m for m in model.modules() if not isinstance(m, (nn.ModuleDict, nn.ModuleList))]:
+        old = {n: names.setdefault(n, f"zz{len(names)}") for n in module._modules if not n.isdigit()}
+        module._modules = {old.get(n, n): child for n, child in module._modules.items()}
+        kind = type(module)
+        found = {n: property(lambda self, new=new: self._modules[new]) for n, new in old.items()}
+        if found:
+            module.__class__ = type(kind.__name__, (kind,), {**found, "__module__": kind.__module__})
+    return {new: n for n, new in names.items()}
+
+
+RENAMED = ["llama", "bert", "phi3", "t5", "whisper", "falcon", "gpt_oss", "vit"]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in RENAMED)]
+)
+def test_renaming_every_module_changes_nothing(name):
+    plain, other = _shipped(name), _shipped(name)
+    back = _renamed(other)
+    assert len(back) >= 6 and not any(set(n.split(".")) & {*back.values()} for n, _ in other.named_modules())
+    cuts = []
+    for model in (plain, other):
+        found, _ = _found(model)
+        cuts.append(match(found.plan, inventory(model), 2).layouts)
+    renamed = {".".join(back.get(part, part) for part in n.split(".")): cut for n, cut in cuts[1].items()}
+    assert renamed == dict(cuts[0])
+
+
 def test_layers_under_different_names_are_alike():
     """Without a list there is no number to go by: each layer is found by itself."""
     stack = nn.Sequential()

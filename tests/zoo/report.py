@@ -49,8 +49,8 @@ def _head(results: Sequence[Result], total: int) -> Iterator[str]:
         f"{transformers.__version__} with torch {torch.__version__.partition('+')[0]}: `make zoo` writes "
         "this page. Every rank is run in one process, and outputs and every gradient are compared with the "
         "unsharded model in float64, to 1e-9; to 1e-4 where a model does not run in float64, or computes in "
-        "float32 by hand. At tp 3 heads do not divide (4 are dealt as 2, 1 and 1, and of 2 kv heads two ranks "
-        "hold the same one): a fixed sample."
+        "float32 by hand. At tp 3, a fixed sample: heads do not divide, 4 are dealt as 2, 1 and 1, and two "
+        "ranks hold the same one of 2 kv heads."
     )
     yield ""
     sizes = sorted({r.tp for r in results})
