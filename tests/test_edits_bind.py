@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import autotp
 from autotp.comm import simulate
@@ -25,14 +26,14 @@ def built(kind, **attributes):
     return model
 
 
-def run_as(kind, change, tp=2):
+def run_as(kind, change, tp=2, forward=nn.Module.__call__):
     """What each rank's sharded model says to a forward after `change`: its message, or the output."""
 
     def rank(group):
         model = autotp.shard(built(kind), PLAN, group, inputs=X)
         change(model)
         try:
-            return model(X)
+            return forward(model, X)
         except autotp.UnprovenPath as error:
             return str(error)
 
@@ -52,13 +53,18 @@ def line_of(text: str) -> int:
     ],
 )
 def test_a_branch_that_no_trace_took_raises(way, text):
+    said = (
+        f"{edited.__file__}:{line_of(text)}: no traced forward took this branch, so nothing is proven about "
+        "it; shard the model with inputs= that take it"
+    )
     for message in run_as(edited.Branches, lambda m: setattr(m, "way", way)):
-        where, _, rest = message.partition(": ")
-        assert where == f"{edited.__file__}:{line_of(text)}"
-        assert rest == (
-            "no traced forward took this branch, so nothing is proven about it; shard the model with inputs= "
-            "that take it"
-        )
+        assert f"way={way!r} since it was sharded: error[AT315]" in message and said in message
+    past = run_as(edited.Branches, lambda m: setattr(m, "way", way), forward=past_the_guard)
+    assert past == [said, said]
+
+
+def past_the_guard(model, x):
+    return model.forward.__wrapped__(x)
 
 
 def test_a_check_of_the_model_is_told():
