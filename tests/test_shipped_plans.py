@@ -264,6 +264,11 @@ def three(name: str) -> dict[str, Any]:
     return {key: 3 for key in HEADS if key in sizes} | ({"head_dim": 16} if "head_dim" in sizes else {})
 
 
+def four(name: str) -> dict[str, Any]:
+    """Four heads, each with its own keys and values: over 3 ranks 2 + 1 + 1."""
+    return {key: 4 for key in HEADS if key in MODELS[name][1]}
+
+
 # Families with their sizes in modules, at other numbers of heads and ranks, too.
 PLAIN = (
     "albert", "bart", "bert", "biogpt", "camembert", "clip_text_model", "clip_vision_model", "cohere", "deit",
@@ -278,6 +283,7 @@ EDITED = (
 )  # fmt: skip
 BESIDE = [(name, three, 2) for name in PLAIN if "num_key_value_heads" in MODELS[name][1]]
 BESIDE += [(name, doubled, 4) for name in (*PLAIN, *EDITED, "deberta-v2", "modernbert")]
+BESIDE += [(name, four, 3) for name in ("bloom", "codegen", "deepseek_v3", "phi3")]
 
 
 def said(analysis: autotp.Analysis) -> str:
@@ -319,8 +325,8 @@ def test_proven_and_the_same_from_headers(tmp_path, name):
     ("name", "changes", "tp"), BESIDE, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_exact_on_even_and_uneven_heads(name, changes, tp):
-    """3 heads over 2 ranks where it was 6 on 3 above, 6 (on 6, or 12 on 6) over 4. Families whose attention
-    and MLP are those of another one here: once, above."""
+    """3 heads over 2 ranks where it was 6 on 3 above, 6 (on 6, or 12 on 6) over 4, of some 4 over 3. Families
+    whose attention and MLP are those of another one here: once, above."""
     result = autotp.verify(build(name, **changes(name)), name, tp=tp)
     assert result.ok and result.state_dict_equal, str(result)
 
