@@ -202,7 +202,8 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
         return iterated(tensor)
 
     def parting(name: str, text: str) -> Any:
-        function = getattr(base, name, None) or getattr(torch.Tensor, name)
+        # The tensor's own `split` takes sizes by another op than the one of its base.
+        function = vars(torch.Tensor).get(name) or getattr(base, name)
 
         def part(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
             parts = function(tensor, *given, **named)
