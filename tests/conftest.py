@@ -31,8 +31,9 @@ def pytest_report_header() -> str:
 
 # Files of a few long tests begin first, so that no worker waits for another's at the end.
 LONG = (
-    "test_shipped_plans.py", "test_equivalence.py", "test_zoo.py", "test_mutants.py",
-    "test_edits_generate.py", "test_demo.py", "test_prove.py", "test_cases.py", "test_regions.py",
+    "test_shipped_plans.py", "test_equivalence.py", "test_zoo.py", "test_mutants.py", "test_kv_families.py",
+    "test_trace_export.py", "test_demo.py", "test_prove.py", "test_checkpoint_assembled.py",
+    "test_examples.py", "test_trace_capture.py", "test_cases.py", "test_regions.py",
 )  # fmt: skip
 
 
