@@ -61,7 +61,8 @@ class Analysis:
                      `random_in_eval` those of them that draw in evaluation, too, and
                      `random_common` modules inside of them that draw what all ranks share
     - `resting`      modules whose dropout on shards has the rate 0
-    - `draws`        in which of "train" and "eval" it draws random numbers that all ranks share
+    - `draws`        in which of "train" and "eval" it draws random numbers that all ranks share; "train by
+                     Python" and "eval by Python" from Python's and numpy's generators
     - `reads`        whole tensors that are copied or sliced where they are read, found by the proof
     - `regions`      modules of raw sharded tensors, with mappings at their border, found by the proof
     - `shared`       groups of column layers that read one value and share its copy, found by the proof

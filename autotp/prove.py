@@ -47,6 +47,7 @@ from autotp.propagate.reads import Read, held_reads
 from autotp.propagate.regions import Region
 from autotp.propagate.repeated import Unlike, for_twins, marks, spread, with_twins
 from autotp.propagate.size_guards import size_guards
+from autotp.random import by_python
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
@@ -182,16 +183,18 @@ class _Prover:
         if not proof.unreduced and not any(whole.findings for _, whole in ran):
             self._solve(ran)
         proof.propagations, proof.covered = propagated, found.covered
-        training = {mode.name for mode, _, _ in found.given if mode.training}
-        covering = {known for name, known in found.covered.items() if name in training}
+        when: dict[str, set[str]] = {}  # in which modes of the module the traces are
+        for mode, _, trace in found.given:
+            word = "train" if mode.training else "eval"
+            when.setdefault(found.covered.get(mode.name, mode.name), set()).add(word)
+            proof.draws |= {by_python(word)} if trace.numbers_drawn else set()
         for mode, whole in ran:
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return
-            trains = mode.training or mode.name in covering
             if self.stands is not None and self.stands[0].given is not None:
                 proof.diagnostics += reads_left(whole, self.stands[0].given.left)
-            self._keep(mode.name, whole, training=mode.training, trains=trains)
+            self._keep(mode.name, whole, training=mode.training, when=when[mode.name])
         proof.diagnostics += self._at_other_sizes([whole for _, whole in ran])
         self._guard(found, [*handled(whole for _, whole in ran)])
         if both := sorted(proof.copied & proof.uncopied):
@@ -307,8 +310,8 @@ class _Prover:
     def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
         return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)
 
-    def _keep(self, mode: str, whole: Propagation, *, training: bool, trains: bool) -> None:
-        """What a mode showed; `trains` where it is a train mode or covers one."""
+    def _keep(self, mode: str, whole: Propagation, *, training: bool, when: set[str]) -> None:
+        """What a mode showed; `when` says whether it is a train or an eval mode, or covers one."""
         proof = self.proof
         proof.modes.append(mode)
         calls = whole.trace.calls
@@ -323,7 +326,7 @@ class _Prover:
         proof.random |= whole.random
         inside = (p for p in whole.random_whole if any(_within(p, path) for path in whole.random))
         proof.random_common |= set(inside)
-        if trains:
+        if "train" in when:
             proof.resting |= whole.resting
         if not training:
             proof.random_in_eval |= whole.random
@@ -332,7 +335,7 @@ class _Prover:
             for n in whole.trace.graph.nodes
             if n.op == "call_function"
         ):
-            proof.draws.add("train" if training else "eval")
+            proof.draws |= when
         proof.left |= {stored.name for stored in left_parts(whole)}
         told = {d.message for d in proof.diagnostics}
         proof.diagnostics += [d for d in notes(whole) if d.message not in told]

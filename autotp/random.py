@@ -11,9 +11,11 @@ The rank's seed is offset by 2718 + rank, as in Megatron-LM (tensor_parallel/ran
 
 from __future__ import annotations
 
+import random
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,6 +42,17 @@ def global_states() -> list[Tensor]:
     """The states of torch's global generators: the CPU's, and this device's where CUDA runs."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_cuda else [])]
+
+
+def by_python(mode: str) -> str:
+    """The word for a forward that draws numbers from Python's or numpy's generator in a mode."""
+    return f"{mode} by Python"
+
+
+def python_states() -> Tensor:
+    """The states of Python's and numpy's global generators, as numbers."""
+    _, numbers, position, *_ = numpy.random.get_state(legacy=True)
+    return torch.tensor([*random.getstate()[1], *map(int, numbers), int(position)], dtype=torch.int64)
 
 
 def _restore(states: list[Tensor]) -> None:
@@ -241,14 +254,18 @@ def use_common_stream(module: nn.Module, around: nn.Module) -> None:
 
 
 def synchronize(group: Mesh = None) -> None:
-    """Make the common stream common: every rank of `group` takes rank 0's random states.
+    """Make the common stream common: every rank of `group` takes rank 0's random states, Python's and numpy's
+    too.
 
     After it, sampling and the dropout of replicated values draw alike on all ranks.
     """
     group = group_of(group)
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state().tolist() if on_cuda else None
-    cpu_state, cuda_state = within(group).exchange((torch.get_rng_state().tolist(), cuda))[0]
+    plain = random.getstate(), numpy.random.get_state()
+    cpu_state, cuda_state, plain = within(group).exchange((torch.get_rng_state().tolist(), cuda, plain))[0]
+    random.setstate(plain[0])
+    numpy.random.set_state(plain[1])
     torch.set_rng_state(torch.tensor(cpu_state, dtype=torch.uint8))
     if on_cuda and cuda_state is not None:
         torch.cuda.set_rng_state(torch.tensor(cuda_state, dtype=torch.uint8))

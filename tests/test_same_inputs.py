@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -147,6 +149,47 @@ def test_random_numbers_that_ranks_share(rate, told):
             simulate(2, here)
     else:
         assert torch.equal(*simulate(2, here))
+
+
+class Decides(nn.Module):
+    """Draws a number that a layer is scaled by, or left out by; in train mode alone."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(6, 9), nn.Linear(9, 6), draw
+
+    def forward(self, x):
+        number = self.draw() if self.training else 1.0
+        return x if number < 0.1 else self.down(self.up(x)) * number
+
+
+DRAWS = {
+    "Python": (random.random, random.seed, "random state of Python and numpy"),
+    "numpy": (numpy.random.rand, numpy.random.seed, "random state of Python and numpy"),
+    "torch": (lambda: torch.rand(()).item(), torch.manual_seed, "random state"),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_numbers_that_a_forward_draws_are_drawn_alike(kind):
+    draw, seed, told = DRAWS[kind]
+
+    def here(group, *, alike=False, synchronized=False, training=True):
+        torch.manual_seed(0)
+        model = Decides(draw).train(training)
+        autotp.shard(model, {"up": "column", "down": "row"}, group, inputs=torch.ones(2, 6))
+        seed(1 if alike else group.rank)
+        if synchronized:
+            autotp.random.synchronize(group)
+        return model(torch.ones(2, 6)).detach()
+
+    with pytest.raises(
+        UsageError, match=f"the generators differ: {told} is .* on rank 0, and .* on rank 1\n"
+    ):
+        simulate(2, here)
+    for options in ({"alike": True}, {"synchronized": True}, {"training": False}):
+        first, second = simulate(2, lambda group, options=options: here(group, **options))
+        assert torch.equal(first, second)
 
 
 def test_it_is_taken_back_and_copied():

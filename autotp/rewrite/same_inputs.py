@@ -19,7 +19,7 @@ from autotp.comm import Group, within
 from autotp.derivatives import transformed
 from autotp.diagnostic import UsageError
 from autotp.fingerprint import sampled
-from autotp.random import global_states
+from autotp.random import by_python, global_states, python_states
 
 __all__ = ["SameInputs", "compare_inputs", "forwards"]
 
@@ -27,6 +27,7 @@ TIMEOUT = 300.0  # seconds for the slowest rank to come to its forward
 _ELEMENTS = 1 << 22  # of each tensor, spread over it
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _RANDOM = "random state"
+_PYTHON = "random state of Python and numpy"
 
 
 def forwards(check_inputs: int | bool) -> int | None:
@@ -42,7 +43,8 @@ def forwards(check_inputs: int | bool) -> int | None:
 def compare_inputs(model: nn.Module, group: Group, left: int | None, draws: tuple[str, ...]) -> None:
     """Compare what the ranks give to the next `left` calls of `model`; None: to all.
 
-    `draws` says whether the model draws common random numbers, in "train" and in "eval".
+    `draws` says whether the model draws common random numbers, in "train" and in "eval", from torch's
+    generators or `by_python`.
     """
     if left != 0 and group.size > 1:
         model.register_forward_pre_hook(SameInputs(group, left, draws), with_kwargs=True, prepend=True)
@@ -67,8 +69,11 @@ class SameInputs:
         if self.left is not None:
             self.left -= 1
         mine = {name: _word(value) for name, value in _named(module, args, kwargs).items()}
-        if ("train" if module.training else "eval") in self.draws:
+        mode = "train" if module.training else "eval"
+        if mode in self.draws:
             mine[_RANDOM] = sampled(global_states())[:8]
+        if by_python(mode) in self.draws:
+            mine[_PYTHON] = sampled([python_states()])[:8]
         everyone = within(self.group).exchange(mine, timeout=TIMEOUT)
         _refuse(type(module).__name__, everyone)
 
@@ -97,7 +102,7 @@ def _refuse(model: str, everyone: list[dict[str, str]]) -> None:
         if odd is None:
             continue
         differ = f"{name} is {words[0]} on rank 0, and {words[odd]} on rank {odd}"
-        if name == _RANDOM:
+        if name in (_RANDOM, _PYTHON):
             raise UsageError(
                 f"{model} draws random numbers that all ranks of the group share, and the generators differ: "
                 f"{differ}"

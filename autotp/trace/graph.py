@@ -118,7 +118,8 @@ class Trace:
     "export". `repeats` are the layers whose ops are left out, since another layer's say the same; what they
     give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares, `asked`
     what comes out of what it asks of them, of each forward, `handed` the parameters that code reads off a
-    module that is not its own, and which code (`handed.py`).
+    module that is not its own, and which code (`handed.py`). `numbers_drawn` says whether Python's or numpy's
+    generator was drawn from.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -137,6 +138,7 @@ class Trace:
     compared: list[Compared] = field(default_factory=list)
     handed: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     asked: list[dict[Asked, None]] = field(default_factory=list)
+    numbers_drawn: bool = False
 
     def ops(self) -> list[fx.Node]:
         """The recorded op calls, in order."""

@@ -163,7 +163,7 @@ def _record(
             RUNNING.append(recorder)
             stack.callback(RUNNING.pop)
             stack.enter_context(quiet())
-            stack.enter_context(same_draws())
+            stack.enter_context(same_draws(recorder))
             # What the model compiles runs as it is written.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fakes.fakes.mode)

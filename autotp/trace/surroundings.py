@@ -50,13 +50,16 @@ def step_by_step(root: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_draws() -> Iterator[None]:
-    """Python's and numpy's random numbers are the same in every trace, and go on afterwards as before."""
+def same_draws(recorder: Calls) -> Iterator[None]:
+    """Python's and numpy's random numbers are the same in every trace, and go on afterwards as before. It is
+    noted whether any were drawn."""
     states = random.getstate(), numpy.random.get_state()
     random.seed(0)
     numpy.random.seed(0)
+    start = random.getstate(), repr(numpy.random.get_state())
     try:
         yield
+        recorder.trace.numbers_drawn = (random.getstate(), repr(numpy.random.get_state())) != start
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
