@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.comm import GroupOfOne, simulate
+from autotp.diagnostic import errors
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
 from autotp.rewrite.specialise import _mapped, _Own
@@ -452,3 +453,25 @@ def test_a_loop_over_experts_is_exact():
     analysis = autotp.analyze(Mixture(), plan, tp=3, inputs=x)
     assert analysis.ok and analysis.reads == (Read("experts.bias", copied=False, shared=True),)
     assert verified(Mixture(), analysis, inputs=x).max_grad_diff < 1e-12
+
+
+class Weighted(nn.Module):
+    """Features that are weighted by a raw matrix of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.W = nn.Linear(8, 12), nn.Parameter(torch.rand(12, 6))
+
+    def forward(self, x):
+        return self.fc1(x).unflatten(-1, (4, 3)).softmax(-1).flatten(-2) @ self.W
+
+
+def test_a_product_with_a_whole_matrix_says_how_to_cut_it():
+    model, x = Weighted().double(), torch.rand(5, 8).double()
+    plan = {"fc1": {"style": "column", "heads": 4}}
+    (found,) = errors(autotp.analyze(model, plan, tp=2, inputs=x).diagnostics)
+    assert found.code == "AT311" and found.help[0] == (
+        "cut what it is multiplied by, too, and the sum is taken: `W: {style: row, dim: 0}`"
+    )
+    proven = autotp.analyze(model, plan | {"W": {"style": "row", "dim": 0}}, tp=2, inputs=x)
+    verified(model, proven, inputs=x)

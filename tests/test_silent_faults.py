@@ -528,7 +528,7 @@ def test_a_border_is_called_as_it_was_traced(flags, said):
         model = autotp.shard(Switched(), plan, group, inputs=(X, False, 3, None))
         assert model(X[:2], False).shape == model.switch(x=X[:2]).shape == (2, 16)  # the defaults
         with pytest.raises(autotp.UnprovenPath) as caught:
-            model.switch(X, *flags)
+            model.switch.forward.__wrapped__(X, *flags)  # past the guard of calls by itself
         return str(caught.value)
 
     with torch.random.fork_rng():

@@ -15,7 +15,7 @@ from torch import fx
 
 from autotp.diagnostic import Diagnostic, Span
 from autotp.match import Matches, Placed
-from autotp.placement import is_whole
+from autotp.placement import Partial, is_whole
 from autotp.propagate.call import Value
 from autotp.propagate.ops import op_name
 from autotp.propagate.propagation import Finding, Propagation
@@ -144,6 +144,10 @@ def _remedies(
             line = rule_line(placed[0].pattern, given, sections=found)
             help.append(f"a fused layer is cut part by part: `{line}`")
         return help
+    elif code == "AT311":
+        for read, dim in _factors(finding, propagation):
+            line = f"{_short(read, propagation.matches)}: {{style: row, dim: {dim}}}"
+            help.append(f"cut what it is multiplied by, too, and the sum is taken: `{line}`")
     elif code == "AT314" and own is not None and gathered:
         help.append(f"if it should follow {columns[0].path}, make it a row layer: `{own.pattern}: row`")
     if gathered and code in ("AT301", "AT303", "AT304", "AT306", "AT310", "AT311", "AT314"):
@@ -185,6 +189,24 @@ def _whole_layers(finding: Finding, propagation: Propagation) -> list[str]:
         if node.op == "call_function":
             frontier += node.all_input_nodes
     return list(dict.fromkeys(found))[:4]
+
+
+def _factors(finding: Finding, propagation: Propagation) -> list[tuple[str, int]]:
+    """The parameters of which a rank reads a part for the sum that is still on the ranks, and the dims."""
+    found: dict[tuple[str, int], None] = {}
+    frontier, seen = [finding.node, *finding.node.all_input_nodes], set[fx.Node]()
+    while frontier:
+        node = frontier.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        for factor in node.all_input_nodes:
+            read = propagation.reads.get(factor.meta.get("name", "")) if factor.op == "get_attr" else None
+            if read is not None and read.shard is not None and len(factor.meta["val"].shape) > 1:
+                found[read.name, read.shard.dim] = None
+            elif isinstance(propagation.layouts.get(factor, [None])[0], Partial):
+                frontier.append(factor)
+    return list(found)[:4]
 
 
 def _is_whole(node: fx.Node, propagation: Propagation) -> bool:
