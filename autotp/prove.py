@@ -93,8 +93,9 @@ def prove(
                 if not prover.repeats or not errors(prover.proof.diagnostics):
                     return prover.proof
             known = None
-        prover = _Prover(module, matches, inventory, samples, Layers())
-        prover.run(known or capture_modes(module, samples))
+        every_layer = Layers(remember=layers.remember)
+        prover = _Prover(module, matches, inventory, samples, every_layer)
+        prover.run(known or capture_modes(module, samples, every_layer))
         return prover.proof
 
 
@@ -168,6 +169,7 @@ class _Prover:
         """Prove every mode that was traced."""
         proof = self.proof
         self.repeats = any(trace.repeats for _, trace in found.traces)
+        self.layers.remember &= found.layers.remember
         own = [(function.__code__, function.__globals__) for function in functions_of(self.module)]
         proof.carried = carried_in(code for code, _ in (*own, *found.watched.spaces))
         if found.traces and proof.cuts:
@@ -351,18 +353,19 @@ class _Prover:
 
     def _captured(self, samples: Samples) -> list[tuple[Mode, Trace]]:
         """The traces with other samples."""
-        layers = self.layers if self.repeats else None
         if self.stands is None:
-            return capture_modes(self.module, samples, layers).traces
+            return capture_modes(self.module, samples, self._left_out()).traces
         mode = replace(self.stands[1], args=samples.args, kwargs=samples.kwargs)
         with contextlib.suppress(TraceError):
-            return [(mode, mode.capture(self.module, layers=layers))]
+            return [(mode, mode.capture(self.module, layers=self._left_out()))]
         return []
 
+    def _left_out(self) -> Layers:
+        """The layers that repeat each other, where the traces leave them out."""
+        return self.layers if self.repeats else Layers(remember=self.layers.remember)
+
     def _runs(self) -> RankRuns:
-        return RankRuns(
-            self.module, self.matches, self.shapes, self.first, self.layers if self.repeats else None
-        )
+        return RankRuns(self.module, self.matches, self.shapes, self.first, self._left_out())
 
     def _at_other_sizes(self, ran: list[Propagation]) -> list[Diagnostic]:
         """What is found with inputs of the sizes that the model's code asks anything of."""

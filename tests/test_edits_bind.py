@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 import autotp
 from autotp.comm import simulate
+from autotp.rewrite.edits.bind import Observed
+from autotp.rewrite.edits.text import source_of
 from tests import edited, models
 
 PLAN = {"fc1": {"style": "column", "heads": 3}, "fc2": {"style": "row", "heads": 3}}
@@ -150,3 +153,22 @@ def test_code_without_text_says_what_to_do():
     (found,) = [d for d in autotp.analyze(kind(), PLAN, tp=2, inputs=X).diagnostics if d.severity == "error"]
     assert found.code == "AT315"
     assert any("has no source text (made by exec, or compiled)" in note for note in found.notes)
+
+
+def applied(self, x):
+    if self.flag:
+        x = self.f(x)
+    return x
+
+
+def test_branches_are_known_by_function_and_owner():
+    """What a function calls is its owner's, and another one after a change: as long as the model stays as it
+    is, and no longer, its branches are known."""
+    one, other = SimpleNamespace(f=dict), SimpleNamespace(f=torch.nn.ReLU())
+    observed, source = Observed(), source_of(applied.__code__, applied.__globals__)
+    for _ in range(2):
+        assert not observed.branches(source, applied, one)
+        assert len(observed.branches(source, applied, other)) == 1
+    one.f = other.f
+    assert not observed.branches(source, applied, one)
+    assert len(Observed().branches(source, applied, one)) == 1

@@ -5,12 +5,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autotp
+from autotp.decide import decide_with_proof
+from autotp.rewrite.edits.edit import Edits
+from autotp.rewrite.edits.solve import _Search
 from autotp.trace import hooks
 from autotp.trace.inputs import make
 from autotp.trace.layers import Layers
 from autotp.trace.modes import capture_modes, signature
 from autotp.trace.recorder import record
-from autotp.trace.remembered import Remembered
+from autotp.trace.remembered import Forgotten, Remembered
 from tests import models
 
 X = torch.randn(3, 5, 4)
@@ -331,3 +335,41 @@ def test_modes_of_a_model_whose_forward_notices(monkeypatch):
     module = Runs(history)
     found = capture_modes(module, make(module, X), Layers())
     assert found.traces and sum(forgotten) == 1
+
+
+class Asks(nn.Module):
+    """A model whose forward asks for a history, and which is edited to run on ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.heads = nn.Linear(8, 12), nn.Linear(12, 8), 6
+
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.fc2(h.view(-1, self.heads, 2).flatten(1) if h.grad_fn is None else h * 2)
+
+
+def test_that_a_forward_notices_is_found_once(monkeypatch):
+    """Not by each rank, mode and guided trace again."""
+    forgotten = []
+    real = Remembered.forget
+    monkeypatch.setattr(Remembered, "forget", lambda self: forgotten.append(bool(self._made)) or real(self))
+    plan = {"fc1": {"style": "column", "heads": 6}, "fc2": {"style": "row", "heads": 6}}
+    analysis = autotp.analyze(Asks(), plan, tp=4, inputs=torch.randn(3, 8))
+    assert analysis.ok and len(analysis.modes) > 2 and "local(self.heads)" in analysis.edits
+    assert sum(forgotten) == 1
+
+
+def test_a_guided_run_that_notices_is_made_anew():
+    plan = {"fc1": {"style": "column", "heads": 6}, "fc2": {"style": "row", "heads": 6}}
+    proof = decide_with_proof(Asks(), autotp.Plan(rules=plan), tp=2, inputs=torch.randn(3, 8))[1]
+    whole, guides = next(iter(proof.propagations.values())), []
+
+    def run(mode, of, rank, guide):
+        guides.append(guide)
+        if len(guides) == 1:
+            raise Forgotten
+        return of.trace
+
+    guide, tried = _Search(Asks(), [], [0], run)._guide(Edits(), None, whole, 0)
+    assert guide is guides[1] is not guides[0] and guide.finished and not tried

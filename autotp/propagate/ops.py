@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ def op_name(node: fx.Node) -> str:
     return name_of(node.target)
 
 
+@functools.lru_cache(maxsize=4096)
 def name_of(target: Any) -> str:
     """The same of the op itself."""
     schema = getattr(target, "_schema", None)
@@ -42,6 +44,8 @@ def name_of(target: Any) -> str:
 
 def draws(node: fx.Node) -> bool:
     """Whether an op call draws random numbers: not the dropout of an eval forward, or of rate 0."""
+    if not _may_draw(node.target):
+        return False
     named = arguments_of(node)
     if op_name(node) == "scaled_dot_product_attention":
         return bool(named["dropout_p"])
@@ -70,12 +74,34 @@ def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     schema = getattr(target, "_schema", None)
     if schema is None:
         return {str(position): value for position, value in enumerate(args)} | dict(kwargs)
-    given = dict(zip((p.name for p in schema.arguments), args, strict=False)) | dict(kwargs)
-    named = {}
-    for parameter in schema.arguments:
-        if parameter.name in given or parameter.has_default_value():
-            named[parameter.name] = given.get(parameter.name, parameter.default_value)
+    named, count = {}, len(args)
+    for position, (name, has_default, default) in enumerate(_parameters(target)):
+        if position < count:
+            named[name] = args[position]
+        elif name in kwargs:
+            named[name] = kwargs[name]
+        elif has_default:
+            named[name] = default
     return named
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameters(target: Any) -> tuple[tuple[str, bool, Any], ...]:
+    """The parameters of an op: name, whether it has a default, and that."""
+    found = target._schema.arguments
+    return tuple((p.name, p.has_default_value(), p.default_value) for p in found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_draw(target: Any) -> bool:
+    """Whether any call of an op draws random numbers."""
+    if getattr(target, "_schema", None) is None or name_of(target) in _DRAWN_BY_FLAG:
+        return True
+    named = {name for name, _, _ in _parameters(target)}
+    return {"p", "train"} <= named or torch.Tag.nondeterministic_seeded in target.tags
+
+
+_DRAWN_BY_FLAG = frozenset(["scaled_dot_product_attention", "rrelu"])
 
 
 def silent(node: fx.Node) -> bool:

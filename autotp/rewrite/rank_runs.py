@@ -29,13 +29,13 @@ __all__ = ["RankRuns"]
 @dataclass(frozen=True)
 class RankRuns:
     """How the module is run as a rank. `shapes` are those of its whole tensors, `aliases` the first names of
-    shared ones, `layers` those that repeat each other, where the whole model's traces leave them out."""
+    shared ones, `layers` those that repeat each other and that the whole model's traces leave out."""
 
     module: nn.Module
     matches: Matches
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
-    layers: Layers | None
+    layers: Layers
 
     def solve(self, modes: Modes) -> Edits:
         """The edits with which every rank runs its part in these modes; a finding goes to its mode.
@@ -64,7 +64,7 @@ class RankRuns:
 
     def _unlike(self) -> None:
         """What there is to say is said of every layer."""
-        if self.layers is not None:
+        if self.layers.groups:
             raise Unlike
 
     def _ranks(self, modes: Modes) -> list[int]:

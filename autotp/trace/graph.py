@@ -183,7 +183,10 @@ def tensors_in(
     >>> [name for name, _, _ in tensors_in({"a": torch.zeros(1), "b": [torch.zeros(2)]})]
     ['a', 'b[0]']
     """
-    for place, value, cache in _leaves(out, name, cached, caches):
+    if isinstance(out, torch.Tensor):
+        yield name, out, cached
+        return
+    for place, value, cache in _leaves(out, name, cached, caches, numbers=False):
         if isinstance(value, torch.Tensor):
             yield place, value, cache
 
@@ -196,7 +199,7 @@ def numbers_in(out: Any, name: str = "") -> dict[str, Any]:
     """
     return {
         place: plain(value)
-        for place, value, _ in _leaves(out, name, False, False)
+        for place, value, _ in _leaves(out, name, False, False, numbers=True)
         if value is None or isinstance(value, _NUMBERS)
     }
 
@@ -238,8 +241,10 @@ def named_place(parameters: tuple[tuple[str, Any], ...], place: str) -> str:
     return (parameters[index][0] if index < len(parameters) else f"*[{index}]") + found[2]
 
 
-def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[str, Any, bool]]:
-    """Tensors and plain values, each with its place and whether a cache object holds it."""
+def _leaves(
+    out: Any, name: str, cached: bool, caches: bool, *, numbers: bool
+) -> Iterator[tuple[str, Any, bool]]:
+    """Tensors, with `numbers` also plain values, each with its place and whether a cache object holds it."""
     if out is None or isinstance(out, _LEAVES):
         yield name, out, cached
         return
@@ -256,13 +261,17 @@ def _leaves(out: Any, name: str, cached: bool, caches: bool) -> Iterator[tuple[s
         seen.add(id(value))
         if kind is tuple or kind is list:
             for index in range(len(value) - 1, -1, -1):
-                todo.append((f"{where}[{index}]", value[index], cache))
+                part = value[index]
+                if numbers or not (part is None or isinstance(part, _PLAIN)):
+                    todo.append((f"{where}[{index}]", part, cache))
             continue
         # transformers' caches come back into the same model: what they hold stays local on purpose.
         cache = cache or is_cache(kind)
         if cache and not caches:
             continue
-        todo += [(where + step, part, cache) for step, part in reversed(list(parts_of(value, bool(where))))]
+        for step, part in reversed(list(parts_of(value, bool(where)))):
+            if numbers or not (part is None or isinstance(part, _PLAIN)):
+                todo.append((where + step, part, cache))
 
 
 def is_cache(kind: Any) -> bool:

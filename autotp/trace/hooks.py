@@ -140,13 +140,17 @@ class Fakes:
 
 def wrapped(data: torch.Tensor, attributes: dict[str, Any], requires_grad: bool) -> torch.Tensor:
     """A fake tensor of the data of a meta tensor, without a run through torch."""
-    new: torch.Tensor = torch.Tensor._make_subclass(
+    new: torch.Tensor = _subclassed(
         FakeTensor, data, requires_grad,
         dispatch_device=True, device_for_backend_keys=attributes["_fake_device"],
     )  # fmt: skip
-    torch._C._set_throw_on_mutable_data_ptr(new)
+    _set_throw(new)
     new.__dict__.update(attributes)
     return new
+
+
+_subclassed: Any = torch.Tensor._make_subclass
+_set_throw = torch._C._set_throw_on_mutable_data_ptr
 
 
 class Template:

@@ -126,17 +126,25 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
         with aside():  # a layer that is compared has no name, and calls the same functions
             return frozenset((name, d) for d in range(tensor.dim())) if name is not None else frozenset()
 
+    known: dict[tuple[str, Any], Any] = {}
+
     def sized(tensor: torch.Tensor, shape: Any) -> Any:
         name = name_of(tensor)
         if name is None:
             return shape
+        fixed = all(type(n) is int for n in shape)  # else values decide them, and they have no hash
+        if fixed and (name, shape) in known:
+            return known[name, shape]
         dims = [frozenset([(name, d)]) for d in range(len(shape))]
-        return torch.Size(
+        found = torch.Size(
             [
                 noted(n, d, log, True, size=True, formula=Size(next(iter(d)), n)) if type(n) is int else n
                 for n, d in zip(shape, dims, strict=True)
             ]
         )
+        if fixed:
+            known[name, shape] = found
+        return found
 
     def counted(tensor: torch.Tensor) -> Any:
         """The formula of the number of elements."""

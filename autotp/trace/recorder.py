@@ -95,7 +95,7 @@ def record(
     `layers` are those that may repeat each other, and are recorded once where they do (`Trace.repeats`).
 
     Raises TraceError when the forward raises; with a guide Different, where a layer of `layers` is not what
-    it looks like.
+    it looks like, and Forgotten, where it is to be recorded anew (`layers` say so).
     """
     if MISSING is not None:
         raise TraceError(f"this torch lacks a hook that the recorder needs ({MISSING})", "", None)
@@ -109,9 +109,13 @@ def record(
         )  # fmt: skip
 
     alike = layers if layers is not None else Layers()
-    if guide is not None:  # it sees every op, once
-        return once(alike, False)
     remember = alike.remember
+    if guide is not None:  # it sees every op, once
+        try:
+            return once(alike, remember)
+        except Forgotten:
+            alike.remember = False
+            raise
     for _ in range(_TRIES):
         try:
             trace = once(alike, remember)

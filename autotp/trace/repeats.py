@@ -40,7 +40,6 @@ from autotp.trace.sameness import (
     Border,
     Different,
     Following,
-    Ghost,
     Kind,
     Line,
     Noting,
@@ -106,7 +105,7 @@ class Repeats:
         self, kind: Kind, path: str, call: int, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         outside, number = tuple(self.recorder.stack[:-1]), len(self.found)
-        following = Following(self.recorder, kind, path, lambda node: Ghost(number, node, outside))
+        following = Following(self.recorder, kind, path, number, outside)
         self.following, self._position = following, 0
         try:
             # Which lines run is noted of two layers, the one that is noted and one that follows it.

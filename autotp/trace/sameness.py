@@ -27,6 +27,8 @@ PLAIN = frozenset([
     torch.memory_format, type,
 ])  # fmt: skip
 
+_EXACT = PLAIN - {float}  # 0.0 equals -0.0
+
 
 class Recorder(Protocol):
     """What is asked of the recorder."""
@@ -218,12 +220,14 @@ class Noting(_Run):
 
 
 class Following(_Run):
-    """A layer that may repeat it; `ghost` marks a tensor as the repetition of a node's value."""
+    """A layer that may repeat it, as the `repeat`-th; `stack` is what runs around it."""
 
-    def __init__(self, recorder: Recorder, kind: Kind, path: str, ghost: Callable[[fx.Node], Ghost]) -> None:
+    def __init__(
+        self, recorder: Recorder, kind: Kind, path: str, repeat: int, stack: tuple[tuple[str, int], ...]
+    ) -> None:
         super().__init__(recorder, kind, path)
         self.given: dict[fx.Node, fx.Node] = {}
-        self._ghost = ghost
+        self._repeat, self._stack = repeat, stack
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor in the layer that follows, if it is what stands there in the noted one."""
@@ -253,8 +257,9 @@ class Following(_Run):
         """What a function gives, made like what it gave there."""
         if type(result) is New:
             tensor = self.kind.made[result]()
-            tensor.__dict__[GHOST] = self._ghost(self.kind.nodes[int(result)])
-            self.add(tensor)
+            tensor.__dict__[GHOST] = Ghost(self._repeat, self.kind.nodes[result], self._stack)
+            self.numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
             return tensor
         if type(result) is Ref:
             return self.tensors[result]
@@ -271,6 +276,8 @@ class Following(_Run):
                 return isinstance(spec, Ref) and self.number(value) == spec
             number = plain(value)
             return number is not value and self.same(spec, number)
+        if kind in _EXACT:
+            return bool(spec == value)
         if kind in (tuple, list):
             if len(spec) != len(value):
                 return False
@@ -284,15 +291,24 @@ class Following(_Run):
             )
         if kind is float:
             return bool(spec == value) and (value != 0.0 or str(spec) == str(value))
-        return (kind in PLAIN or kind is torch.Size) and bool(spec == value)
+        return kind is torch.Size and bool(spec == value)
 
 
 def state() -> tuple[Any, ...]:
     """What an op reads besides its arguments."""
     casts: tuple[Any, ...] = ()
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        casts = tuple(torch.is_autocast_enabled(t) and torch.get_autocast_dtype(t) for t in ("cpu", "cuda"))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casts
+    if _cast("cpu") or _cast("cuda"):
+        casts = tuple(_cast(t) and torch.get_autocast_dtype(t) for t in ("cpu", "cuda"))
+    return _gradients(), _inference(), _dtype(), casts
+
+
+# Asked for every function of every layer.
+_cast, _gradients, _inference = (
+    torch.is_autocast_enabled,
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+)
+_dtype = torch.get_default_dtype
 
 
 def has_tensor(spec: Any) -> bool:

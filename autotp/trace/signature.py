@@ -58,7 +58,11 @@ def signature(
     """
     found: Words = {}
     for name, value in called(parameters, args, kwargs).items():
-        found |= described(value, name)
+        word = _word(value)
+        if word is None:
+            found |= described(value, name)
+        else:
+            found[name] = word
     return found
 
 
@@ -159,9 +163,14 @@ def _word(value: Any) -> str | None:
 def _tensor(value: torch.Tensor) -> str:
     if value.layout is not torch.strided:
         return f"{_TENSOR} {value.layout} {value.dtype}"
-    sizes_ = ", ".join("n" if n == 2 else str(n) for n in pattern(value))
-    word = f"{_TENSOR} {str(value.dtype).removeprefix('torch.')} [{sizes_}]"
-    return f"{word}{GRADIENT}" if value.requires_grad and torch.is_grad_enabled() else word
+    return _strided(value.dtype, pattern(value), value.requires_grad and torch.is_grad_enabled())
+
+
+@functools.lru_cache(maxsize=4096)
+def _strided(dtype: torch.dtype, pattern: tuple[int, ...], gradient: bool) -> str:
+    told = ", ".join("n" if n == 2 else str(n) for n in pattern)
+    word = f"{_TENSOR} {str(dtype).removeprefix('torch.')} [{told}]"
+    return f"{word}{GRADIENT}" if gradient else word
 
 
 def _opened(value: Any) -> tuple[str, list[tuple[str, Any]]]:

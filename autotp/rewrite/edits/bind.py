@@ -21,19 +21,31 @@ from autotp.rewrite.edits.compile import holds, named, rebuilt, remade
 from autotp.rewrite.edits.edit import Call, Edit, Edits, Function, Mapped, Part, Slow, Unproven, Whole
 from autotp.rewrite.edits.locate import WRAPPED
 from autotp.rewrite.edits.statistics import mapping_of
-from autotp.rewrite.edits.text import Insert, NoSource, source_of
+from autotp.rewrite.edits.text import Insert, NoSource, Source, source_of
 from autotp.rewrite.edits.wrap import swapped, wrapper_of
 
-__all__ = ["Observed", "bound", "methods", "texts", "unreached"]
+__all__ = ["KnownBranches", "Observed", "bound", "methods", "texts", "unreached"]
+
+
+KnownBranches = dict[tuple[int, int], tuple[FunctionType, object, tuple[Branch, ...]]]
+"""By the ids of a function and of its first argument, which stay theirs: both are held."""
 
 
 @dataclass
 class Observed:
     """What wrappers met while a model was proven and did not know, numbers and functions, by site; and the
-    branches that were taken."""
+    branches that were taken. `known` are those of each function, for as long as the model stays as it is."""
 
+    known: KnownBranches = field(default_factory=dict)
     met: dict[tuple[object, ...], list[Any]] = field(default_factory=dict)
     reached: set[tuple[object, ...]] = field(default_factory=set)
+
+    def branches(self, source: Source, function: FunctionType, owner: object) -> tuple[Branch, ...]:
+        """The branches of a function; `owner` is its first argument, if known."""
+        key = (id(function), id(owner))
+        if key not in self.known:
+            self.known[key] = function, owner, tuple(branches(source, function, owner))
+        return self.known[key][2]
 
     def note(self, site: tuple[object, ...]) -> Callable[[Any], None]:
         """What writes down a value that was met at `site`."""
@@ -132,7 +144,7 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
         pieces.append((span, "swap", swapped(known, passed, where, note)))
     if observed is not None:
         # Two branches may begin at one place: where one is reached, the other is.
-        for span in dict.fromkeys(b.mark for b in branches(source, function, how.owner)):
+        for span in dict.fromkeys(b.mark for b in observed.branches(source, function, how.owner)):
             pieces.append((span, "unproven", partial(observed.reached.add, (*tree.place, *span))))
     free = named(source, function, *(name for _, name, _ in pieces))
     inserts = [
@@ -232,7 +244,7 @@ def unreached(root: nn.Module, edits: Edits, observed: Observed) -> Iterator[Edi
                 source = source_of(function.__code__, function.__globals__)
                 owner = root.get_submodule(path) if each is tree else None
                 found: list[Branch] = []
-                for branch in branches(source, function, owner):
+                for branch in observed.branches(source, function, owner):
                     inside = any(b.text[0] <= branch.text[0] and branch.text[1] <= b.text[1] for b in found)
                     if not inside and (*each.place, *branch.mark) not in observed.reached:
                         found.append(branch)

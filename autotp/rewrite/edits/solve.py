@@ -19,13 +19,14 @@ from autotp.propagate import dual
 from autotp.propagate.call import Conflict
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.repeated import Unlike
-from autotp.rewrite.edits.bind import Observed, bound, unreached
+from autotp.rewrite.edits.bind import KnownBranches, Observed, bound, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Whole, Wrapper
 from autotp.rewrite.edits.guide import Guide
 from autotp.rewrite.edits.slow import by_itself, slow
 from autotp.rewrite.edits.text import NoSource
 from autotp.trace.graph import Trace, TraceError, Val
 from autotp.trace.modes import Mode
+from autotp.trace.remembered import Forgotten
 from autotp.trace.sameness import Different
 
 __all__ = ["Modes", "failing", "solve"]
@@ -65,6 +66,7 @@ class _Search:
         self.missing: list[tuple[fx.Node, str]] = []
         self.misplaced = False  # whether an edit of ours is what raised
         self.plain: tuple[str, int, Finding] | None = None  # what is found before any edit
+        self.branches: KnownBranches = {}
 
     def run(self) -> tuple[Edits, str, Finding | None]:
         """Search; a text that cannot be edited is why the first finding stays."""
@@ -87,7 +89,7 @@ class _Search:
             return Edits(), self.modes[0][0].name, Finding(first, Conflict("AT312", what), ())
         for _ in range(ROUNDS):
             self.missing = []
-            observed = Observed()
+            observed = Observed(self.branches)
             try:
                 failed = self.first(edits, observed)
                 if failed is None:
@@ -152,18 +154,23 @@ class _Search:
     def _guide(self, edits: Edits, mode: Mode, whole: Propagation, rank: int) -> tuple[Guide, list[Edit]]:
         """The guide of one run, and the edits of which one may help where the run raised."""
         guide = Guide(self.module, whole, rank, edits.edits)
-        with bound(self.module, edits, rank, Observed()):
+        with bound(self.module, edits, rank, Observed(self.branches)):
             try:
                 self.record(mode, whole, rank, guide)
                 guide.finished = True
+            except Forgotten:
+                pass
             except TraceError as error:
                 try:
                     return guide, guide.raised(error.__cause__)
                 except NoSource as lacking:
                     self.missing.append((whole.trace.ops()[0], str(lacking)))
+                return guide, []
             except Different as error:
                 raise Unlike from error
-        return guide, []
+            else:
+                return guide, []
+        return self._guide(edits, mode, whole, rank)  # nothing is remembered now
 
     def _first_that_helps(
         self, tried: list[Edit], guide: Guide, edits: Edits, mode: Mode, whole: Propagation

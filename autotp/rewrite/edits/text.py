@@ -37,7 +37,11 @@ class Source:
             self.starts.append(self.starts[-1] + len(line))
         self._ends: dict[tuple[int, int], list[ast.AST]] = {}
         self._parents: dict[ast.AST, ast.AST] = {}
+        self._definitions: dict[tuple[str, int], ast.FunctionDef | ast.AsyncFunctionDef] = {}
         for node in ast.walk(self.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                self._definitions.setdefault((node.name, first), node)
             if isinstance(node, (ast.expr, ast.stmt)) and node.end_lineno and node.end_col_offset is not None:
                 self._ends.setdefault((node.end_lineno, node.end_col_offset), []).append(node)
             for child in ast.iter_child_nodes(node):
@@ -73,12 +77,7 @@ class Source:
         """The node that a function's code was compiled from."""
         if code.co_name == "<lambda>":
             return self._lambda(code)
-        for node in ast.walk(self.tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                if first == code.co_firstlineno:
-                    return node
-        return None
+        return self._definitions.get((code.co_name, code.co_firstlineno))
 
     def _lambda(self, code: CodeType) -> ast.Lambda | None:
         """The smallest lambda around all that the code does."""
