@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from tests import models
+from tests import edited, models
 from tests.whole import MODELS, build
 
 
@@ -29,6 +29,13 @@ def llama_layer() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
 def nanogpt() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
     _, plan, inputs = MODELS["edited"]
     return autotp.shard(build("edited"), plan, inputs=inputs), inputs, {}
+
+
+def helpers() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
+    """A class method and a static one have edited copies."""
+    x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    plan = {"fc1": {"style": "column", "heads": 3}, "fc2": {"style": "row", "heads": 3}}
+    return autotp.shard(models.randomised(edited.Static()), plan, inputs=x), (x,), {}
 
 
 def stepped(call, model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> list[Tensor]:
@@ -55,6 +62,8 @@ def compiled(rank: int, size: int, name: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensors"), [("mlp", 6), ("llama_layer", 11), ("nanogpt", 15)])
+@pytest.mark.parametrize(
+    ("name", "tensors"), [("mlp", 6), ("llama_layer", 11), ("nanogpt", 15), ("helpers", 6)]
+)
 def test_one_graph_and_the_same_numbers(ranks, name: str, tensors: int) -> None:
     assert all(count >= tensors for count in ranks(2)(compiled, name))

@@ -158,7 +158,7 @@ def swapped(
         function = value.__func__ if isinstance(value, MethodType) else value
         for original, copy in known:
             if function is original:
-                return MethodType(copy, value.__self__) if isinstance(value, MethodType) else copy
+                return partial(copy, value.__self__) if isinstance(value, MethodType) else copy
         for other in passed:
             if function is other:
                 return value
