@@ -2,7 +2,8 @@
 
 Ranks that draw alike would all hold the same numbers, and `xavier_uniform_` and its kin would scale by the
 part's sizes. So `torch.nn.init` refuses parts, however its functions were imported: the check stands before
-the helpers that they call (`trace/hooks.py`). Constants are the same in a part.
+the helpers that they call (`trace/hooks.py`), and before those that call none. Constants are the same in a
+part.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from autotp.trace.hooks import FILLING
 
 __all__ = ["watch_filling"]
 
+_ALONE = ("dirac_", "eye_", "orthogonal_", "sparse_")  # they call no helper
+
 
 def watch_filling(part: Callable[[Tensor], Any]) -> None:
     """Refuse to fill a tensor that `part` knows as a rank's part; once."""
     helpers = vars(torch.nn.init)
-    for name in FILLING:
+    for name in (*FILLING, *_ALONE):
         original = helpers.get(name)
         if original is not None and not hasattr(original, "checks_parts"):
             helpers[name] = _checked(original, part)

@@ -26,7 +26,7 @@ from autotp.mappings import Mesh
 
 __all__ = [
     "RankDropout", "Streams", "global_states",
-    "rank_stream", "synchronize", "use_common_stream", "use_rank_stream",
+    "rank_stream", "restore", "synchronize", "use_common_stream", "use_rank_stream",
 ]  # fmt: skip
 
 RANK_OFFSET = 2718
@@ -55,7 +55,8 @@ def python_states() -> Tensor:
     return torch.tensor([*random.getstate()[1], *map(int, numbers), int(position)], dtype=torch.int64)
 
 
-def _restore(states: list[Tensor]) -> None:
+def restore(states: list[Tensor]) -> None:
+    """Set torch's global generators to these states."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state)
@@ -78,7 +79,7 @@ class _Seeded(AbstractContextManager[None]):
             torch.cuda.manual_seed(mixed)
 
     def __exit__(self, *error: object) -> None:
-        _restore(self.common)
+        restore(self.common)
 
 
 def rank_stream(group: Mesh = None) -> AbstractContextManager[None]:
@@ -230,14 +231,14 @@ class _OnCommonStream:
                 "whole layer, or call the layer"
             )
         self.left.append((stream, global_states()))
-        _restore(stream.common)
+        restore(stream.common)
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         left = self.left.pop() if self.left else None
         if left is not None:
             stream, own = left
             stream.common = global_states()
-            _restore(own)
+            restore(own)
 
 
 def use_common_stream(module: nn.Module, around: nn.Module) -> None:

@@ -127,7 +127,7 @@ def test_a_parametrization_that_is_not_known(made, right):
 
 @pytest.mark.parametrize("fill", [
     nn.init.normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.trunc_normal_,
-    initialization.uniform_, nn.Linear.reset_parameters,
+    initialization.uniform_, nn.Linear.reset_parameters, lambda weight: nn.init.orthogonal_(weight),
 ])  # fmt: skip
 def test_a_part_is_not_filled_as_if_it_were_whole(fill):
     def here(group):

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import autotp
 from autotp.comm import Group, group_of, simulate
 from autotp.diagnostic import UnprovenPath, UsageError
 from autotp.random import Streams, rank_stream, synchronize, use_common_stream, use_rank_stream
+from tests import models
 from tests.test_mappings import randn
 
 
@@ -257,3 +259,50 @@ def test_a_module_inside_draws_what_all_ranks_share() -> None:
         assert not torch.equal(own, b[place]) and not torch.equal(again, b[place + 2])
         assert torch.equal(shared, b[place + 1]) and torch.equal(after, b[place + 3])
         assert not torch.equal(own, shared) and not torch.equal(own, again)
+
+
+STATE = torch.Generator().manual_seed(9).get_state()
+
+
+class Noisy(models.MLP):
+    """Draws on a shard, from a generator that it may set itself; the layers below look alike."""
+
+    way = "fork"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        if self.way == "fork":
+            with torch.random.fork_rng():
+                torch.manual_seed(5)
+                return self.fc2(h + torch.randn_like(h))
+        if self.way == "state":
+            torch.set_rng_state(STATE)
+        elif self.way == "seed":
+            torch.manual_seed(5)
+            torch.rand(3)
+        return self.fc2(h + torch.randn_like(h))
+
+
+@pytest.mark.parametrize("way", ["fork", "seed", "state", "none"])
+def test_a_generator_that_the_forward_sets_draws_nothing_for_a_shard(way: str) -> None:
+    model = nn.Sequential(*(Noisy().double() for _ in range(3)))
+    model[2].way = way
+    for noisy in model[:2]:
+        noisy.way = "none"
+    before = torch.get_rng_state()
+    found = autotp.analyze(model, {"fc1": "column", "fc2": "row"}, tp=2, inputs=randn(1, 5, 16)).diagnostics
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [(d.code, d.module) for d in found if d.severity == "error"] == (
+        [] if way == "none" else [("AT316", "2")]
+    )
+    assert way == "none" or "from a generator that the forward has set" in found[0].message
+
+
+def test_a_generator_that_the_forward_sets_may_draw_for_whole_values() -> None:
+    class Whole(models.MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(5)
+            return self.fc2(self.fc1(x + torch.randn_like(x)))
+
+    model, x = Whole().double(), randn(1, 5, 16)
+    assert autotp.verify(model, {"fc1": "column", "fc2": "row"}, tp=2, inputs=x).ok

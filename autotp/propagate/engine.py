@@ -36,6 +36,7 @@ from autotp.propagate.rules import RULES
 from autotp.propagate.shapes import VIEWS
 from autotp.propagate.writes import written
 from autotp.trace.graph import GRADIENT, REPEATED, Trace, Val
+from autotp.trace.seeds import SEEDED
 
 __all__ = ["Engine", "Walk", "propagate"]
 
@@ -377,6 +378,15 @@ class Engine:
                 notes=(describe(layout),),
             )
         common = is_whole(layout) or layout == PARTIAL
+        if not common and call.node.meta.get(SEEDED):
+            raise Conflict(
+                "AT316",
+                f"{call.name} draws on a shard from a generator that the forward has set: every rank would "
+                "draw the same numbers, and not those of the whole",
+                blame=tuple(call.sharded()),
+                notes=(describe(layout),),
+                help=("draw before the sharded layers, or let the caller set the generator",),
+            )
         found = self.result.random_whole if common else self.result.random
         found.add(call.node.meta["module"])
 

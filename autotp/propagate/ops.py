@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.trace.seeds import may_draw
+
 __all__ = [
     "SILENT",
     "arguments_of",
@@ -44,7 +46,7 @@ def name_of(target: Any) -> str:
 
 def draws(node: fx.Node) -> bool:
     """Whether an op call draws random numbers: not the dropout of an eval forward, or of rate 0."""
-    if not _may_draw(node.target):
+    if not may_draw(node.target):
         return False
     named = arguments_of(node)
     if op_name(node) == "scaled_dot_product_attention":
@@ -90,18 +92,6 @@ def _parameters(target: Any) -> tuple[tuple[str, bool, Any], ...]:
     """The parameters of an op: name, whether it has a default, and that."""
     found = target._schema.arguments
     return tuple((p.name, p.has_default_value(), p.default_value) for p in found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _may_draw(target: Any) -> bool:
-    """Whether any call of an op draws random numbers."""
-    if getattr(target, "_schema", None) is None or name_of(target) in _DRAWN_BY_FLAG:
-        return True
-    named = {name for name, _, _ in _parameters(target)}
-    return {"p", "train"} <= named or torch.Tag.nondeterministic_seeded in target.tags
-
-
-_DRAWN_BY_FLAG = frozenset(["scaled_dot_product_attention", "rrelu"])
 
 
 def silent(node: fx.Node) -> bool:

@@ -42,6 +42,7 @@ from autotp.trace.operands import gives_number, tensors_of, written_by
 from autotp.trace.overwritten import Overwritten
 from autotp.trace.remembered import Forgotten, Remembered
 from autotp.trace.sameness import Different
+from autotp.trace.seeds import SEEDED, Seeds, may_draw
 from autotp.trace.source import outermost
 from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
 from autotp.trace.untouched import only_forward_is_new, untouched
@@ -168,6 +169,7 @@ def _record(
             stack.callback(RUNNING.pop)
             stack.enter_context(quiet())
             stack.enter_context(same_draws(recorder))
+            stack.enter_context(recorder.seeds.watched(recorder.repeats.break_off))
             # What the model compiles runs as it is written.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(fakes.fakes.mode)
@@ -218,6 +220,7 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         self._guide = guide
         self._remembered = Remembered(fakes.fakes, on=remember)
         self.overwritten = Overwritten()
+        self.seeds = Seeds()
         self._walked: set[fx.Node] = set()  # rows of a loop that values decide, and what comes of them
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,6 +246,8 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             self._remembered.written(written, inputs)
         # An input that is written gets its gradient from what is written, so this is asked before.
         node = self.create(func, *placed, inputs)
+        if may_draw(func) and self.paused(self.seeds.were_set):
+            node.meta[SEEDED] = True
         self.overwritten.keep(written)
         try:
             out = self._run(func, args, kwargs)
