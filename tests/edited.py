@@ -286,6 +286,17 @@ class RearrangedByLambda(Mixed):
         return found
 
 
+class Property(Mixed):
+    """An op in a property: no call stands where the model's code asks for it."""
+
+    @property
+    def gains(self):
+        return torch.ones(self.heads, self.dim, dtype=self.fc1.weight.dtype)
+
+    def split(self, h):
+        return h.view(len(h), self.heads, self.dim) * self.gains
+
+
 class Contiguous(Mixed):
     """With one head the value is contiguous already: a rank leaves an op out."""
 
@@ -327,7 +338,7 @@ WAYS: dict[str, type[nn.Module]] = {
     for kind in (
         Positional, Square, Keyword, EarlierLine, EarlierList, Private, Computed, Merged, Checked,
         Comprehension, Lambda, Helper, Decorated, Static, Super, NotSelf, Names, Multiline, Rearranged,
-        RearrangedByLambda, Contiguous, WholeSlice, DecidedByValues, Directly,
+        RearrangedByLambda, Property, Contiguous, WholeSlice, DecidedByValues, Directly,
     )
 }  # fmt: skip
 
