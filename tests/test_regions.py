@@ -355,6 +355,8 @@ def test_experts_of_transformers_are_cut_inside():
     }  # fmt: skip
     analysis = autotp.analyze(mixtral(), plan, tp=2)
     assert analysis.ok and analysis.sharded_fraction > 0.99
+    (experts,) = (r for r in analysis.regions if r.path.endswith("experts"))
+    assert experts.copied == {"[0][0]", "[0][2]"}  # states and weights, not the numbers of experts between
     result = verified(mixtral(), analysis)
     assert result.ok and result.dtype == torch.float64
     with pytest.raises(autotp.UsageError, match="MixtralForCausalLM does not run in float64: "):
