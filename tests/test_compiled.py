@@ -61,6 +61,25 @@ def compiled(rank: int, size: int, name: str) -> int:
     return len(found)
 
 
+def compiled_first(rank: int, size: int) -> str:
+    model, (x,), _ = mlp()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x[None, None])
+    torch._dynamo.reset()
+    model(x[None, None])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
+        torch.compile(model, fullgraph=True, backend="aot_eager")(x[None, None])
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_new_call_is_made_once_before_it_is_compiled(ranks) -> None:
+    says = "make such a call once before the model is compiled"
+    assert all(says in message for message in ranks(2)(compiled_first))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensors"), [("mlp", 6), ("llama_layer", 11), ("nanogpt", 15), ("helpers", 6)]

@@ -42,6 +42,10 @@ from autotp.trace.signature import UNKNOWN, Words, described, is_filled, signatu
 __all__ = ["Called", "guard_calls"]
 
 _REMEMBERED = 4096
+_FIRST = (
+    "autotp proves a call that is like none of the traced ones when it is first made, which torch cannot "
+    "compile: make such a call once before the model is compiled, or pass such inputs to autotp.shard"
+)
 
 
 def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
@@ -98,7 +102,7 @@ class Called:
                 return
         self._look(model, key, state, attributes.replaced, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_FIRST)  # type: ignore[untyped-decorator]
     def _look(
         self,
         model: nn.Module,
