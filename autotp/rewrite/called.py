@@ -102,7 +102,7 @@ class Called:
                 return
         self._look(model, key, state, attributes.replaced, args, kwargs)
 
-    @torch.compiler.disable(reason=_FIRST)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_FIRST)  # type: ignore[untyped-decorator,no-untyped-call]
     def _look(
         self,
         model: nn.Module,
