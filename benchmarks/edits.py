@@ -107,7 +107,7 @@ def work(tp: int, runs: int) -> dict[str, dict[str, dict[str, float]]]:
         "forward + backward": step,
     }
     return {
-        kind: measure({name: make(block) for name, block in blocks.items()}, runs)
+        kind: measure({name: make(block) for name, block in blocks.items()}, runs, base="by hand")
         for kind, make in kinds.items()
     }
 
