@@ -369,24 +369,21 @@ class Engine:
             if not is_whole(layout) and rests(call.node):
                 self.result.resting.add(call.node.meta["module"])
             return
-        if isinstance(layout, Shard) and layout.shared:
-            raise Conflict(
-                "AT316",
-                f"{call.name} draws random numbers on elements that several ranks hold, and every rank draws "
-                "others",
-                blame=tuple(call.sharded()),
-                notes=(describe(layout),),
-            )
         common = is_whole(layout) or layout == PARTIAL
-        if not common and call.node.meta.get(SEEDED):
-            raise Conflict(
-                "AT316",
-                f"{call.name} draws on a shard from a generator that the forward has set: every rank would "
-                "draw the same numbers, and not those of the whole",
-                blame=tuple(call.sharded()),
-                notes=(describe(layout),),
-                help=("draw before the sharded layers, or let the caller set the generator",),
+        wrong, help = "", tuple[str, ...]()
+        if isinstance(layout, Shard) and layout.shared:
+            wrong = "random numbers on elements that several ranks hold, and every rank draws others"
+        elif not common and call.node.meta.get(SEEDED):
+            wrong = (
+                "on a shard from a generator that the forward has set: every rank would draw the same "
+                "numbers, and not those of the whole"
             )
+            help = ("draw before the sharded layers, or let the caller set the generator",)
+        if wrong:
+            raise Conflict(
+                "AT316", f"{call.name} draws {wrong}",
+                blame=tuple(call.sharded()), notes=(describe(layout),), help=help,
+            )  # fmt: skip
         found = self.result.random_whole if common else self.result.random
         found.add(call.node.meta["module"])
 
