@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import autotp
 from autotp import decide
+from autotp.comm import simulate
 from autotp.derive.derived import derive
 from autotp.match import match
 from autotp.propagate.engine import propagate
@@ -651,3 +653,20 @@ def test_layers_that_repeat_are_recorded_once(layer, captures, monkeypatch):
     assert {(d.code, d.module) for d in found[0].diagnostics} == {
         (d.code, d.module) for d in whole[0].diagnostics
     }
+
+
+def test_frozen_and_bfloat16_weights_are_cut_alike():
+    model = models.randomised(models.llama()).bfloat16()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    wanted = autotp.analyze(models.randomised(models.llama()), "auto", tp=2)
+    found = autotp.analyze(model, "auto", tp=2)
+    assert found.ok and found.layouts == wanted.layouts
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+    def parts(group):
+        part = autotp.shard(copy.deepcopy(model), "auto", group)
+        return [(n, p.dtype, p.requires_grad) for n, p in part.named_parameters()]
+
+    for held in simulate(2, parts):
+        assert {n: g for n, _, g in held} == flags and {d for _, d, _ in held} == {torch.bfloat16}
