@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import weakref
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -23,7 +23,8 @@ __all__ = ["ProcessGroupGroup", "group_of", "reduced_in", "sum_into", "sum_into_
 T = TypeVar("T")
 _known: dict[tuple[str, tuple[int, ...]], ProcessGroupGroup] = {}
 _world: list[dist.ProcessGroup | None] = [None]  # whose groups are known
-_alive: weakref.WeakSet[ProcessGroupGroup] = weakref.WeakSet()
+PAUSE = 0.1
+"""Seconds at the end of a process, in which its groups' threads finish."""
 _float8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # gloo knows no 16-bit integers, no unsigned ones but uint8, and no 8-bit floats
 _reduced_as = {torch.int16: torch.int32, **dict.fromkeys(_float8, torch.float32)}
@@ -35,7 +36,6 @@ class ProcessGroupGroup(KnownGroup):
 
     def __init__(self, process_group: dist.ProcessGroup, *, everyone: Sequence[int]) -> None:
         self.process_group = process_group
-        _alive.add(self)
         self.members = tuple(dist.get_process_group_ranks(process_group))
         self.everyone = tuple(everyone)
         self.rank = dist.get_rank(process_group)
@@ -149,13 +149,12 @@ def _found_again(name: str, members: tuple[int, ...], rank: int) -> Group:
 
 
 @atexit.register
-def _let_go() -> None:
-    """A process group that outlives `destroy_process_group` ends the process by an abort at exit (torch's
-    own threads); models and this table hold it."""
-    for group in list(_alive):
-        del group.process_group
-    _known.clear()
-    _world[0] = None
+def _let_threads_finish() -> None:
+    """A group's thread drops what autograd noted of Python for a collective of a backward pass
+    (torch/autograd/graph.py), for which it asks for Python's lock. If Python ends meanwhile, the thread ends
+    the process by an abort, after all work is done. So whoever asks now is let in first."""
+    if _known:
+        time.sleep(PAUSE)
 
 
 def _wrapped(
