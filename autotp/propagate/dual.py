@@ -15,11 +15,11 @@ from typing import Any
 from torch import fx
 
 from autotp.placement import describe
-from autotp.propagate.alike import NOTHING, equal, has_node, plain, said, shapes_said, shown
+from autotp.propagate.alike import has_node, plain, shapes_said
 from autotp.propagate.arguments import Local, expected, local_shape
-from autotp.propagate.call import Conflict
+from autotp.propagate.beside import left, taken
 from autotp.propagate.compared import compared_otherwise
-from autotp.propagate.findings import finding_in, origins_of
+from autotp.propagate.findings import CONSTANT, finding_in, finding_of
 from autotp.propagate.heads import GATHER, HELP
 from autotp.propagate.mapped import MARK, stripped
 from autotp.propagate.ops import arguments_of, op_name, silent, spoken
@@ -77,7 +77,7 @@ class _Comparison:
         wanted, got = self.whole.trace.ops(), local.ops()
         for graph in (self.whole.trace.graph, local.graph):
             self._number(graph)
-        finding = self._constants(local) or self._raw_reads(local) or self._past_borders(local)
+        finding = taken(self.whole, local, self.rank)
         if finding is not None:
             return finding
         i = j = 0
@@ -123,7 +123,11 @@ class _Comparison:
             )
         if not same_repeats(self.whole.trace, local, self._seen, self._id):
             raise Unlike
-        return self._ends(local) or self._numbers(local) or compared_otherwise(self.whole, local, self.rank)
+        return (
+            self._ends(local)
+            or left(self.whole, local, self.rank)
+            or compared_otherwise(self.whole, local, self.rank)
+        )
 
     def _ends(self, local: Trace) -> Finding | None:
         """What leaves the forward behind a mapping, or must not."""
@@ -193,84 +197,6 @@ class _Comparison:
         (before, *_), (after, *_) = (_results(self.whole, n, self.rank) for n in (source, wanted))
         return _left_out(wanted, before, after)
 
-    def _numbers(self, local: Trace) -> Finding | None:
-        """What a forward gives back besides tensors, and leaves on the model, must be the same on a rank."""
-        whole = self.whole.trace
-        for does, ours, theirs in (
-            ("returns", whole.returned, local.returned),
-            ("leaves on the model", whole.kept, local.kept),
-        ):
-            for place in dict.fromkeys([*ours, *theirs]):
-                want, got = ours.get(place, NOTHING), theirs.get(place, NOTHING)
-                if said(want) != said(got):
-                    return self._finding(
-                        whole.ops()[-1],
-                        "AT313",
-                        f"the forward {does} {said(got)}{f' at {place}' if place else ''} on rank "
-                        f"{self.rank}, and {said(want)} unsharded",
-                        help=("take it from a value that is whole on every rank",),
-                    )
-        return None
-
-    def _raw_reads(self, local: Trace) -> Finding | None:
-        for node in local.graph.nodes:
-            if node.op == "get_attr" and node.meta["name"] in self.whole.reads:
-                past = next((u for u in node.users if u.op != "output" and op_name(u) != "alias"), None)
-                if past is not None:
-                    name = node.meta["name"]
-                    short = name.rpartition(".")[2]
-                    found = next(n for n in self.whole.trace.graph.nodes if n.meta.get("name") == name)
-                    message = (
-                        f"{name} meets shards, so it is mapped where its module reads it "
-                        f"(`self.{short}`); here it is read past that"
-                    )
-                    return self._finding(next(iter(found.users)), "AT312", message, source=past)
-        return None
-
-    def _past_borders(self, local: Trace) -> Finding | None:
-        """What a region maps at its border must go in and come out by it alone."""
-        for path, region in self.whole.regions.items():
-            calls = zip(local.entered.get(path, []), local.left.get(path, []), strict=False)
-            for here, (entered, gone) in (((path, call), both) for call, both in enumerate(calls)):
-                for place, node in entered:
-                    inside = [u for u in node.users if here in u.meta.get("stack", ())]
-                    past = next((u for u in inside if op_name(u) != "alias"), None)
-                    if place in region.copied and past is not None:
-                        return self._past(path, f"is given {place}", past)
-                for place, node in gone:
-                    if place in region.reduced and op_name(node) == "alias":
-                        others = (u for u in node.all_input_nodes[0].users if u is not node)
-                        past = next((u for u in others if here not in u.meta.get("stack", ())), None)
-                        if past is not None:
-                            return self._past(path, f"returns {place or 'its result'}", past)
-        return None
-
-    def _past(self, path: str, does: str, past: fx.Node) -> Finding:
-        message = (
-            f"{path or 'the model'} owns sharded tensors and has a mapping at its border where it {does}; "
-            "here that value is read past the border"
-        )
-        return self._finding(past, "AT319", message, help=("hand it over as an argument or a result",))
-
-    def _constants(self, local: Trace) -> Finding | None:
-        """Tensors that the forward makes of numbers must be the same numbers on a rank."""
-        theirs = {n.meta["name"]: n.meta.get("constant") for n in local.graph.nodes if n.op == "get_attr"}
-        for node in self.whole.trace.graph.nodes:
-            value = node.meta.get("constant") if node.op == "get_attr" else None
-            if value is None or node.meta["name"] not in theirs:
-                continue
-            other = theirs[node.meta["name"]]
-            if other is None or not equal(value, other):
-                user = next(iter(node.users), node)
-                return self._finding(
-                    user,
-                    "AT313",
-                    f"a tensor of numbers is {shown(other)} on rank {self.rank}, "
-                    f"and {shown(value)} unsharded",
-                    help=_CONSTANT,
-                )
-        return None
-
     def _number(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -285,18 +211,8 @@ class _Comparison:
             return (str(node.target), self._id(node.all_input_nodes[0]))
         return self.ids.get(node)
 
-    def _finding(
-        self,
-        node: fx.Node,
-        code: str,
-        message: str,
-        *notes: str,
-        source: fx.Node | None = None,
-        help: tuple[str, ...] = (),
-    ) -> Finding:
-        return Finding(
-            source or node, Conflict(code, message, notes=notes, help=help), origins_of(self.whole, node)
-        )
+    def _finding(self, node: fx.Node, code: str, message: str, *notes: str, **known: Any) -> Finding:
+        return finding_of(self.whole, node, code, message, *notes, **known)
 
     def _other_op(self, wanted: fx.Node, got: fx.Node) -> Finding:
         return self._finding(
@@ -321,7 +237,7 @@ class _Comparison:
                 f"{op_name(wanted)} gives {shapes_said(shapes)} on rank {self.rank}, "
                 f"its part of the whole is {shapes_said(results)}",
                 f"unsharded: {shapes_said(tuple(v.shape for v in _vals(wanted) if v is not None))}",
-                help=_CONSTANT,
+                help=CONSTANT,
             )
         return None
 
@@ -355,7 +271,7 @@ class _Comparison:
                     f"its part of the whole needs {name}={want}",
                     f"unsharded: {name}={ours.get(name)}",
                     source=got,
-                    help=_LOCAL if plain(want) == ours.get(name) else _CONSTANT,
+                    help=_LOCAL if plain(want) == ours.get(name) else CONSTANT,
                 )
         return None
 
@@ -398,10 +314,6 @@ def _grad(node: fx.Node) -> bool:
     return any(val is not None and val.grad for val in _vals(node))
 
 
-_CONSTANT = (
-    "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1), so that it "
-    "follows the shard",
-)
 _LOCAL = (
     "the model uses a rank's own size here, and the op needs that of the whole model: keep the number in an "
     "attribute, or gather the value first",
@@ -434,15 +346,15 @@ def _left_out(node: fx.Node, before: Sequence[int] = (), after: Sequence[int] = 
 def failed(whole: Propagation, error: TraceError, rank: int) -> Finding:
     """A rank's run that raises although the unsharded one does not: where it left the way, or where it
     raised."""
-    left = compare(whole, error.trace, rank, broken=True) if error.trace is not None else None
-    if left is not None:
-        return left
+    parted = compare(whole, error.trace, rank, broken=True) if error.trace is not None else None
+    if parted is not None:
+        return parted
     found = finding_in(
         whole,
         error.module,
         "AT315",
         f"the unsharded model runs, rank {rank} with its local sizes does not: {error}",
-        help=_CONSTANT,
+        help=CONSTANT,
     )
     if error.source is not None:
         found.node.meta["source"] = error.source

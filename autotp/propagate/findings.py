@@ -10,7 +10,25 @@ from autotp.placement import Shard
 from autotp.propagate.call import Conflict
 from autotp.propagate.propagation import Finding, Propagation
 
-__all__ = ["finding_at", "finding_in", "origins_of"]
+__all__ = ["CONSTANT", "finding_at", "finding_in", "finding_of", "origins_of"]
+
+CONSTANT = (
+    "the model uses a size of the whole model here; read it off the tensor (x.shape, or -1), so that it "
+    "follows the shard",
+)
+
+
+def finding_of(
+    whole: Propagation,
+    node: fx.Node,
+    code: str,
+    message: str,
+    *notes: str,
+    source: fx.Node | None = None,
+    help: tuple[str, ...] = (),
+) -> Finding:
+    """A finding about an op of the whole run, whose shards are named; it stands at `source`, if given."""
+    return Finding(source or node, Conflict(code, message, notes=notes, help=help), origins_of(whole, node))
 
 
 def finding_in(
