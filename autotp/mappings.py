@@ -31,11 +31,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp import kernels
 from autotp.comm import Group, SimulatedGroup, group_of, sum_into
-from autotp.comm.group import check_summed, contiguous_copy
+from autotp.comm.group import contiguous_copy
 from autotp.cut import Cut, local_cut, whole_cut
 from autotp.derivatives import quick, tracked, transformed
 from autotp.diagnostic import UsageError
+from autotp.kernels import Kernel
 from autotp.marks import capturing, marked
 from autotp.placement import Shard
 
@@ -57,117 +59,6 @@ __all__ = [
 Mesh = Group | DeviceMesh | ProcessGroup | None
 
 
-Kernel = Callable[[Tensor, Group, Any], Tensor]
-
-
-def _keep(x: Tensor, group: Group, cut: Any) -> Tensor:
-    """The value itself."""
-    return x
-
-
-def _total(x: Tensor, group: Group, cut: Any) -> Tensor:
-    """The sum over the ranks."""
-    return group.all_reduce(x)
-
-
-def _first(x: Tensor, group: Group, cut: Any) -> Tensor:
-    """The value on rank 0, zeros elsewhere."""
-    check_summed(x)  # a term of a sum; the scales of 8-bit floats have no zero
-    return contiguous_copy(x) if group.rank == 0 else torch.zeros_like(x)
-
-
-def _part(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """The rank's own elements."""
-    rows = [x.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[group.rank]]
-    return contiguous_copy(rows[0]) if len(rows) == 1 else torch.cat(rows, cut.dim)
-
-
-def _owned(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """The rank's own elements, with zeros for those that an earlier rank owns."""
-    part = _part(x, group, cut)
-    return _without_others(part, group, cut) if cut.shared else part
-
-
-def _without_others(part: Tensor, group: Group, cut: Cut) -> Tensor:
-    """Zeros for the elements that an earlier rank owns."""
-    done = 0
-    for start, length, rank, local in cut.pieces():
-        if rank == group.rank and start < done:
-            part.narrow(cut.dim, local, length).zero_()
-        done = max(done, start + length)
-    return part
-
-
-def _join(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """All elements in their original order, each from its owner."""
-    every = group.all_gather(x, cut.dim, cut.sizes)
-    if cut.whole:
-        return every
-    offsets = [sum(cut.sizes[:rank]) for rank in range(len(cut.sizes))]
-    rows, done = [], 0
-    for start, length, rank, local in cut.pieces():
-        if start >= done:
-            rows.append(every.narrow(cut.dim, offsets[rank] + local, length))
-            done = start + length
-    return torch.cat(rows, cut.dim)
-
-
-def _join_sum(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """All elements in their original order; those that several ranks hold are summed."""
-    return group.all_reduce(_embed(x, group, cut)) if cut.shared else _join(x, group, cut)
-
-
-def _embed(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """The rank's own elements in their places of the whole dim, zeros elsewhere."""
-    shape = list(x.shape)
-    shape[cut.dim] = cut.size
-    whole = x.new_zeros(shape)
-    local = 0
-    for start, stop in cut.ranges[group.rank]:
-        length = stop - start
-        whole.narrow(cut.dim, start, length).copy_(x.narrow(cut.dim, local, length))
-        local += length
-    return whole
-
-
-def _sum_part(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """The rank's own elements of the sum over the ranks."""
-    if not cut.whole:  # bring the elements into rank order
-        pieces = [bounds for own in cut.ranges for bounds in own]
-        x = torch.cat([x.narrow(cut.dim, start, stop - start) for start, stop in pieces], cut.dim)
-    return group.reduce_scatter(x, cut.dim, cut.sizes)
-
-
-def _sum_owned(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """The rank's own elements of the sum, with zeros for those that an earlier rank owns."""
-    part = _sum_part(x, group, cut)
-    return _without_others(part, group, cut) if cut.shared else part
-
-
-def _sum_shared(x: Tensor, group: Group, cut: Cut) -> Tensor:
-    """The elements that several ranks hold, summed over their holders; the others as they are."""
-    shared = cut.shared_pieces()
-    if not shared:
-        return x
-    rows = []
-    for start, length in shared:
-        local = [own for at, _, rank, own in cut.pieces() if (at, rank) == (start, group.rank)]
-        piece = x.narrow(cut.dim, local[0] if local else 0, length if local else 0)
-        if not local:
-            shape = [*x.shape[: cut.dim], length, *x.shape[cut.dim + 1 :]]
-            piece = x.new_zeros(shape)
-        rows.append(piece)
-    total = group.all_reduce(torch.cat(rows, cut.dim))
-    y = contiguous_copy(x)
-    done = 0
-    for start, length in shared:
-        for at, _, rank, own in cut.pieces():
-            if (at, rank) == (start, group.rank):
-                y.narrow(cut.dim, own, length).copy_(total.narrow(cut.dim, done, length))
-        done += length
-    return y
-
-
 @dataclass(frozen=True)
 class Mapping:
     """One row of the table: from one layout to another, by `forward`; gradients go by `backward`."""
@@ -179,15 +70,15 @@ class Mapping:
 
 
 MAPPINGS: dict[str, Mapping] = {
-    "copy": Mapping("Invariant", "Replicate", _keep, _total),
-    "reduce": Mapping("Partial", "Invariant", _total, _keep),
-    "gather": Mapping("Shard", "Invariant", _join, _owned),
-    "scatter": Mapping("Invariant", "Shard", _part, _join_sum),
-    "reduce_scatter": Mapping("Partial", "Shard", _sum_part, _join_sum),
-    "all_gather": Mapping("Shard", "Replicate", _join, _sum_owned),
-    "share": Mapping("Invariant", "Partial", _first, _keep),
-    "slice": Mapping("Replicate", "Shard", _part, _embed),
-    "copy_shared": Mapping("Shard", "Shard", _keep, _sum_shared),
+    "copy": Mapping("Invariant", "Replicate", kernels.keep, kernels.total),
+    "reduce": Mapping("Partial", "Invariant", kernels.total, kernels.keep),
+    "gather": Mapping("Shard", "Invariant", kernels.join, kernels.owned),
+    "scatter": Mapping("Invariant", "Shard", kernels.part, kernels.join_sum),
+    "reduce_scatter": Mapping("Partial", "Shard", kernels.sum_part, kernels.join_sum),
+    "all_gather": Mapping("Shard", "Replicate", kernels.join, kernels.sum_owned),
+    "share": Mapping("Invariant", "Partial", kernels.first, kernels.keep),
+    "slice": Mapping("Replicate", "Shard", kernels.part, kernels.embed),
+    "copy_shared": Mapping("Shard", "Shard", kernels.keep, kernels.sum_shared),
 }
 
 
@@ -273,7 +164,7 @@ def owned(x: Tensor, group: Group, *, shard: Shard) -> Tensor:
     For what counts every element of the whole once. No communication; without shared elements `x` itself.
     """
     cut = local_cut("owned", x, group, None, shard)
-    return _without_others(contiguous_copy(x), group, cut) if cut.shared else x
+    return kernels.without_others(contiguous_copy(x), group, cut) if cut.shared else x
 
 
 def copy(x: Tensor, group: Mesh = None) -> Tensor:
