@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -64,3 +69,52 @@ def test_one_expression_with_two_needs_is_refused():
         "to be 2, 2 on the ranks, and 4, 4"
     )
     assert analysis.edits == "" and not analysis.code
+
+
+UNPLACED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n, self.qkv, self.out = 6, nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        f = [lambda a: a.view(*a.shape[:2], self.n, 4), lambda a: a + self.n][0]
+        return self.out(f(self.qkv(x)).softmax(-1).view(*x.shape[:2], 4 * self.n))
+"""
+ANALYSED = """
+import autotp
+import torch
+from net import Net
+
+assert not any(place[3] for place in Net.forward.__code__.co_positions())
+plan, x = {"qkv": "column", "out": "row"}, torch.randn(2, 5, 24)
+analysis = autotp.analyze(Net(), plan, tp=3, inputs=x)
+print(analysis)
+if analysis.ok:
+    print("ok:", autotp.verify(Net(), plan, tp=3, inputs=x).ok)
+"""
+
+
+@pytest.mark.slow
+def test_code_that_was_compiled_without_columns(tmp_path):
+    """`-X no_debug_ranges` leaves them out. What was compiled so is compiled once more; a Python that was
+    started so has none at all, and says it."""
+    (tmp_path / "net.py").write_text(UNPLACED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+
+    def python(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    python("-X", "no_debug_ranges", "-m", "py_compile", "net.py")
+    assert "ok: True" in python("-c", ANALYSED)
+    refused = python("-X", "no_debug_ranges", "-c", ANALYSED)
+    assert "started with -X no_debug_ranges (or PYTHONNODEBUGRANGES): start it without" in refused

@@ -149,11 +149,17 @@ def source_of(code: CodeType, names: dict[str, object] | None = None) -> Source:
         source = _source(file, text)
     except SyntaxError as error:
         raise NoSource(f"{where}: the file no longer parses ({error.msg})") from error
-    if source.twin(code) is None:
+    twin = source.twin(code)
+    if twin is None:
         raise NoSource(
             f"{where}: the text on disk is not the code that runs: it changed since it was imported, or a "
             "tool rewrote it on import (pytest does so with `assert`); import the model again, or from a "
             "module that is not rewritten"
+        )
+    if all(column is None for *_, column in twin.co_positions()):
+        raise NoSource(
+            f"{where}: Python keeps no columns of the code, since it was started with -X no_debug_ranges (or "
+            "PYTHONNODEBUGRANGES): start it without"
         )
     return source
 
