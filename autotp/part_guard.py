@@ -15,6 +15,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def _checked(
     @functools.wraps(original)
     def checked(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        cut = {id(of(parameter)) for parameter in _cut()} & {id(t) for t in given if t is not None}
+        cut = {id(of(part.tensor)) for part in _cut().values()} & {id(t) for t in given if t is not None}
         if cut:
             name = original.__name__.lstrip("_")
             raise UsageError(
@@ -113,7 +114,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if known in ELEMENTWISE or (known not in _WHOLE and type(optimizer) in _told):
         return
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if given.isdisjoint(map(id, _cut())):
+    if given.isdisjoint(_cut()):
         return
     name = type(optimizer).__name__
     if known in _WHOLE:
@@ -141,9 +142,10 @@ def _refuse_whole_state(optimizer: torch.optim.Optimizer) -> None:
     seen, owners = _stepped.get(optimizer, (None, 0))
     if seen is optimizer.state and owners == len(_OWNERS):
         return
+    parts = _cut()
     for parameter, state in optimizer.state.items():
         sizes = {tuple(t.shape) for t in state.values() if isinstance(t, Tensor)} - {tuple(parameter.shape)}
-        part = _part(parameter) if sizes else None
+        part = parts.get(id(parameter)) if sizes else None
         if part is not None and part.shape in sizes:
             raise UsageError(
                 f"{type(optimizer).__name__} has state of the whole {part.name}, of which this rank holds "
@@ -177,8 +179,8 @@ def _name(layer: Any) -> str:
 
 def _makers(layer: Any) -> Iterator[tuple[str, str, str]]:
     """(parameter, class, form) of what makes a cut parameter from more than its elements or other dims."""
-    for name, chain in (layer._modules.get("parametrizations") or {}).items():
-        for made in chain if name in layer.layouts else ():
+    for name, makers in (layer._modules.get("parametrizations") or {}).items():
+        for made in makers if name in layer.layouts else ():
             by_element = type(made).__module__ == _ACTIVATIONS and type(made).__name__ not in _OVER_A_DIM
             if not by_element and not _along(made, layer.layouts[name].dim):
                 yield name, type(made).__name__, "parametrization"
@@ -217,15 +219,14 @@ def _class_of_torch(kind: type[torch.optim.Optimizer]) -> str:
 
 
 def _part(tensor: Tensor) -> Any:
-    """The part that a tensor is; None for one that is whole."""
+    """The part that a tensor is; None for one that is whole, as most are of which this is asked."""
+    own = (t for owner in list(_OWNERS) for t in chain(owner.parameters(), owner.buffers()))
+    return _cut().get(id(tensor)) if any(tensor is t for t in own) else None
+
+
+def _cut() -> dict[int, Any]:
+    """The parts of everything that is watched and alive, by the `id` of the tensor."""
     from autotp.parts import parts_of
 
-    parts = (parts_of(owner).get(id(tensor)) for owner in list(_OWNERS))
-    return next((part for part in parts if part is not None and part.group.size > 1), None)
-
-
-def _cut() -> list[Tensor]:
-    """The cut parameters of everything that is watched and alive."""
-    from autotp.parts import parts_of
-
-    return [p.tensor for owner in list(_OWNERS) for p in parts_of(owner).values() if p.group.size > 1]
+    every = (part for owner in list(_OWNERS) for part in parts_of(owner).values())
+    return {id(part.tensor): part for part in every if part.group.size > 1}

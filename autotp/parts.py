@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from autotp import mappings
 from autotp.comm import Group, GroupOfOne
+from autotp.comm.group import KnownGroup
 from autotp.cut import local_cut
 from autotp.diagnostic import UsageError
 from autotp.placement import Shard
@@ -62,11 +64,11 @@ def parts_of(model: nn.Module) -> dict[int, Part]:
                     shard = remembered.layouts[name]
                     found[id(tensor)] = Part(prefix + name, tensor, shard, remembered.group)
         layouts, group = getattr(module, "layouts", None), getattr(module, "group", None)
-        if isinstance(layouts, dict) and isinstance(group, Group):
+        if isinstance(layouts, dict) and isinstance(group, (KnownGroup, Group)):
             for name, shard in layouts.items():
                 own = module._parameters.get(name)
                 if own is not None:
-                    found.setdefault(id(own), Part(prefix + name, own, shard, group))
+                    found.setdefault(id(own), Part(prefix + name, own, shard, cast(Group, group)))
     return found
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import initialization
 
 import autotp
-from autotp import part_guard
+from autotp import part_guard, parts
 from autotp.comm import simulate
 from autotp.diagnostic import UsageError
 from autotp.nn import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
@@ -142,6 +142,24 @@ def test_a_part_is_not_filled_as_if_it_were_whole(fill):
     assert str(caught.value).startswith(
         "torch.nn.init is given this rank's part of 0.weight, [4, 4] of [8, 4]: the ranks would "
     )
+
+
+def test_nobody_else_waits_for_the_guard(monkeypatch):
+    """The parts of a model are told once for a step, and not for each tensor of another model."""
+    told = []
+    original = parts.parts_of
+    monkeypatch.setattr(parts, "parts_of", lambda model: told.append(model) or original(model))
+    plan = {"0": {"style": "column", "gather_output": True}}
+    models = simulate(2, lambda g: autotp.shard(nn.Sequential(nn.Linear(4, 8)), plan, g))
+    told.clear()
+    nn.Sequential(nn.Linear(4, 8), nn.Embedding(5, 4), nn.Conv1d(2, 3, 4))
+    assert told == []
+    optimizer = torch.optim.AdamW(models[0].parameters())
+    for _ in range(3):
+        for parameter in models[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert all(told.count(model) <= 2 for model in models)
 
 
 def test_a_weight_that_is_made_from_a_part():
