@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autotp.analysis import Branch
 from autotp.diagnostic import Diagnostic
 from autotp.placement import Shard
-from autotp.propagate.given import Traced
+from autotp.propagate.given import Call, Traced
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.reads import Read
 from autotp.propagate.regions import Region
@@ -39,6 +39,7 @@ class Proof:
     `carried` the attributes that a call may read as an earlier one left them, `left` those in which the
     forward leaves a part of a tensor on each rank,
     `handed` the cut weights of layers that code around them reads without an op on them, and which code;
+    `gives` what the modules give that were not looked into, in words;
     `sizes`, of one more call, what comes out of what its code asks of the sizes of its inputs.
     """
 
@@ -68,3 +69,4 @@ class Proof:
     carried: frozenset[str] = frozenset()
     left: set[str] = field(default_factory=set)
     handed: dict[str, frozenset[Reader]] = field(default_factory=dict)
+    gives: dict[str, frozenset[Call]] = field(default_factory=dict)

@@ -219,6 +219,9 @@ class _Prover:
                 self.proof.sizes = size_guards(trace, len(given) - 1, parameters, lines)
         layers = {n for p in self.matches.placed.values() if p.target == "module" for n in p.layouts}
         self.proof.handed = handed((trace for _, trace in found.traces), layers, self.first)
+        for _, trace in found.traces:
+            for path, words in trace.gives.items():
+                self.proof.gives[path] = self.proof.gives.get(path, frozenset()) | words
         raw = self.proof.cuts.keys() - {self.first.get(n, n) for n in layers}
         for path, region in self.proof.regions.items():
             if any(name.startswith(f"{path}." if path else "") for name in raw):

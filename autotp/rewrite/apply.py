@@ -29,6 +29,7 @@ from autotp.rewrite.called import guard_calls
 from autotp.rewrite.own_state import watch_state
 from autotp.rewrite.parts_of_sums import watch_parts
 from autotp.rewrite.rates import watch_rates
+from autotp.rewrite.results import watch_results
 from autotp.rewrite.same_inputs import compare_inputs
 from autotp.rewrite.specialise import specialise
 from autotp.rewrite.undo import Change, changes, snapshot
@@ -140,6 +141,8 @@ def apply(
             use_common_stream(model.get_submodule(path), model.get_submodule(around))
         for path in analysis.resting:
             watch_rates(model, path)
+        for path, gives in analysis.gives.items():
+            watch_results(model, path, gives)
         watch_parts(model, analysis.unreduced, analysis.code)
         if analysis.certainty == LAYOUTS and "train" not in analysis.modes:
             model.register_forward_pre_hook(_refuse_training)

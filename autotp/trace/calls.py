@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, parameters_of, tensors_in
 from autotp.trace.layers import Layers
 from autotp.trace.repeats import Repeats
-from autotp.trace.signature import signature
+from autotp.trace.signature import signature, told_of
 from autotp.trace.source import error_span
 from autotp.trace.values import Known, Values, val_of
+from autotp.trace.ways import Way, ways
 
 __all__ = ["RUNNING", "Boundary", "Calls", "in_place_of"]
 
@@ -32,6 +35,7 @@ class Calls(Values):
         self.repeats = Repeats(self, layers)
         self._modules = list(root.named_modules())
         self._counts: dict[str, int] = {}
+        self.way: Way | None = None  # through an opaque module
         self._failed: tuple[BaseException, str] | None = None
         self._signatures: dict[int, tuple[tuple[str, Any], ...]] = {}  # by function: layers share theirs
 
@@ -40,7 +44,7 @@ class Calls(Values):
         run outside of a parallel layer's, and belong to the module that calls."""
         self.trace.opaque = tuple(sorted(opaque))
         for path, module in self._modules:
-            inner = self._opaque_forward(module) if path in opaque else module.forward
+            inner = self._opaque_forward(path, module) if path in opaque else module.forward
             module.__dict__["forward"] = self._watched(path, inner, before, after)
 
     def _watched(
@@ -60,6 +64,8 @@ class Calls(Values):
             return out
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.way is not None:
+                return inner(*args, **kwargs)
             self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
             call = self._counts[path] = self._counts.get(path, -1) + 1
             self.trace.given.setdefault(path, []).append(self.paused(signature, parameters, args, kwargs))
@@ -167,26 +173,68 @@ class Calls(Values):
         finally:
             self.recording = was
 
-    def _opaque_forward(self, module: nn.Module) -> Callable[..., Any]:
-        @functools.wraps(module.forward)
+    def _opaque_forward(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        inner = module.forward
+
+        @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            """One node, whose result is guessed to be like the first floating tensor that goes in."""
+            """One node. Its results are those of the ways through the module, where they can be told, else
+            one that is guessed to be like the first floating tensor that goes in."""
+            if self.way is not None:
+                return inner(*args, **kwargs)
             self.repeats.break_off()
             given = [t for _, t, _ in tensors_in((args, kwargs))]
-            like = next((t for t in given if _differentiable(t)), None)
-            if like is None:
+            found = self.paused(ways, module, self._way_of(inner, args, kwargs), _is_dynamic)
+            results, used = found or ([next((t for t in given if _differentiable(t)), None)], [])
+            if found is None and results[0] is None:
                 raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
-            inside = [*given, *module.parameters(), *module.buffers()]
-            needs = torch.is_grad_enabled() and any(t.requires_grad for t in inside)
-            out: torch.Tensor = self.paused(
-                lambda: torch.empty_like(like).requires_grad_(needs).view_as(like)
-            )
-            node = self.create(OPAQUE, tuple(self.node(t) for t in inside), {}, inside)
-            node.meta["val"] = val_of(out)
-            self.bind(out, node)
-            return out
+            own = [*given, *module.parameters(), *module.buffers()]
+            inside = list({id(t): t for t in (*own, *filter(self.knows, used))}.values())
+            self.trace.gives.setdefault(path, set()).add(told_of(results[0]))
+            return self._opaque(results, inside, guessed=found is None)
 
         return forward
+
+    def _way_of(
+        self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Way], Any]:
+        def run(way: Way) -> Any:
+            self.way = way
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.way = None
+
+        return run
+
+    def _opaque(self, results: list[Any], inside: list[torch.Tensor], *, guessed: bool) -> Any:
+        """The node of an opaque call that takes these tensors, and new tensors like its results."""
+        first, spec = pytree.tree_flatten(results[0])
+        every = [pytree.tree_leaves(result) for result in results]
+        grad = torch.is_grad_enabled()
+        into = guessed and any(t.requires_grad for t in inside)
+        made: dict[int, torch.Tensor] = {}
+        for place, leaf in enumerate(first):
+            if isinstance(leaf, torch.Tensor):
+                needs = grad and (into or any(leaves[place].requires_grad for leaves in every))
+                made[place] = self.paused(_new_like, leaf, needs)
+        needed = any(t.requires_grad for t in made.values())
+        node = self.create(OPAQUE, tuple(map(self.node, inside)), {}, inside if needed else [])
+        if len(made) == 1:
+            (tensor,) = made.values()
+            node.meta["val"] = val_of(tensor)
+            self.bind(tensor, node)
+        else:
+            node.meta["val"] = list(map(val_of, made.values())) or None
+            for number, tensor in enumerate(made.values()):
+                part = self.trace.graph.create_node("call_function", operator.getitem, (node, number))
+                part.meta.update(node.meta, val=val_of(tensor), grads=set(), mutates=[])
+                self.bind(tensor, part)
+        return pytree.tree_unflatten([made.get(place, leaf) for place, leaf in enumerate(first)], spec)
+
+
+def _new_like(tensor: torch.Tensor, needs: bool) -> torch.Tensor:
+    return torch.empty_like(tensor, requires_grad=False).requires_grad_(needs).view_as(tensor)
 
 
 def _is_dynamic(error: BaseException) -> bool:

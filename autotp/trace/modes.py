@@ -160,6 +160,8 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                     traces[known].given.setdefault(path, []).extend(calls)
                 new = [one for one in trace.compared if one not in traces[known].compared]
                 traces[known].compared += new
+                for path, words in trace.gives.items():
+                    traces[known].gives.setdefault(path, set()).update(words)
                 for name, readers in trace.handed.items():
                     traces[known].handed.setdefault(name, set()).update(readers)
             else:

@@ -48,6 +48,7 @@ from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
 from autotp.trace.untouched import only_forward_is_new, untouched
 from autotp.trace.values import Known, val_of
 from autotp.trace.walked import looks, rows_of
+from autotp.trace.ways import Way
 
 _TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
@@ -225,7 +226,7 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.recording:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if self.way is None else self._on_a_way(self.way, func, args, kwargs)
         if self._guide is not None:
             func, args, kwargs = self.paused(self._guide, func, args, kwargs)
         if not self.repeats.inside:
@@ -288,6 +289,13 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             return self._remembered.run(func, args, kwargs)
         finally:
             self.running = was
+
+    def _on_a_way(self, way: Way, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op of a module that is not looked into."""
+        written = written_by(func, args, kwargs)
+        if written:
+            self._remembered.written(written, [*tensors_of(args), *tensors_of(kwargs)])
+        return way.op(self._remembered.run, func, args, kwargs)
 
     def _of_rows(self, tensor: torch.Tensor) -> bool:
         node = self.node(tensor)

@@ -27,7 +27,7 @@ from autotp.trace.noted import arguments_in, is_noted, plain
 
 __all__ = [
     "GRADIENT", "UNKNOWN", "FromInput", "Words", "coarse", "described", "is_filled", "is_tensor", "pattern",
-    "signature", "with_gradient",
+    "signature", "told_of", "with_gradient",
 ]  # fmt: skip
 
 Words = dict[str, str]
@@ -113,6 +113,15 @@ def pattern(tensor: torch.Tensor) -> tuple[int, ...]:
 def coarse(word: str) -> str:
     """The word of a value inside of a forward, where dtypes and sizes follow from the model's own inputs."""
     return f"{_TENSOR} of {word.count(',') + 1} dims" if is_tensor(word) and "[" in word else word
+
+
+def told_of(result: Any) -> frozenset[tuple[str, str]]:
+    """The coarse words of what a module gives.
+
+    >>> sorted(told_of((torch.zeros(2, 3), 1.5)))
+    [('', 'tuple of 2'), ('[0]', 'a tensor of 2 dims'), ('[1]', '1.5')]
+    """
+    return frozenset((place, coarse(word)) for place, word in described(result, "").items())
 
 
 def with_gradient(word: str) -> str:

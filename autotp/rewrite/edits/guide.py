@@ -40,6 +40,7 @@ from autotp.rewrite.edits.locate import Site, located, method_of, number
 from autotp.rewrite.edits.places import frames_of, placed, sites_of
 from autotp.rewrite.edits.text import NoSource
 from autotp.slicing import take
+from autotp.trace.graph import OPAQUE
 from autotp.trace.recorder import in_place_of
 from autotp.trace.source import is_editable
 
@@ -72,7 +73,8 @@ class Guide:
     finished: bool = False
 
     def __post_init__(self) -> None:
-        self._ops = self.whole.trace.ops()
+        # What happens in a module that is not looked into is no op, and not guided.
+        self._ops = [node for node in self.whole.trace.ops() if node.target is not OPAQUE]
         self._next = 0
         self._lost = self._gathers = False
         self._paths: dict[int, str] = {}
