@@ -12,7 +12,7 @@ import ast
 import contextlib
 import linecache
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from autotp.analysis import Branch
 from autotp.diagnostic import Span
 from autotp.trace.source import is_library, line_span, shown
 
-__all__ = ["Watched", "unreached", "unwatched", "watching"]
+__all__ = ["Watched", "unnoted", "unreached", "unwatched", "watching"]
 
 
 class Watched:
@@ -81,6 +81,21 @@ class Watched:
             return line
 
         return line
+
+
+def unnoted() -> Callable[[], None]:
+    """What takes back, when it is called, what a `Watched` notes from here on."""
+    watched = getattr(sys.gettrace(), "__self__", None)
+    if not isinstance(watched, Watched):
+        return lambda: None
+    before = {key: (code, set(lines)) for key, (code, lines) in watched._lines.items()}
+
+    def take_back() -> None:
+        for key in watched._lines.keys() - before.keys():
+            del watched._spaces[key], watched._known[key]
+        watched._lines = before
+
+    return take_back
 
 
 @contextlib.contextmanager

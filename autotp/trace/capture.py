@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from autotp.trace import recorder
+from autotp.trace.branches import unnoted
 from autotp.trace.calls import Boundary
 from autotp.trace.graph import Trace, TraceError
 from autotp.trace.layers import Layers
@@ -54,6 +55,7 @@ def capture(
     opaque = frozenset(like.opaque if like is not None else ())
     first: TraceError | None = None
     for _ in range(_RETRIES):
+        take_back = unnoted()
         try:
             return recorder.record(
                 module, args, kwargs,
@@ -66,6 +68,7 @@ def capture(
             more = _alike(module, error.module) - opaque if error.dynamic and like is None else frozenset()
             if not more:
                 break
+            take_back()  # of a module that is not looked into nothing is noted
             opaque |= more
     assert first is not None
     if like is None and exporting and then is None and not first.dynamic:

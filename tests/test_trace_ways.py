@@ -1,0 +1,166 @@
+"""Modules that ask tensors for the truth: what they give is that of every way through them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.comm import simulate
+from autotp.diagnostic import PlanError, UnprovenPath
+from autotp.trace.capture import capture
+
+X = torch.randn(5, 7, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Turns(nn.Module):
+    """Tables that are made anew where positions are far, as dynamic rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.fits = 10, True
+        self.register_buffer("steps", torch.arange(1.0, 7.0))
+
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, float]:
+        far, odd = places.max(), isinstance(self.most, Tensor) and self.most > 90
+        if far > self.most:
+            self.steps, self.most = self.steps / 2, far
+        if far < 3 and self.fits:
+            angle = places[..., None] / self.steps
+        else:
+            angle = places[..., None] * self.steps
+        angle = angle[0] if odd else angle
+        return angle.cos(), angle.sin(), 2.0
+
+
+class Turned(nn.Module):
+    """A block that is turned by the tables, before it is cut or (`late`) after."""
+
+    def __init__(self, turns: nn.Module, *, late: bool = False) -> None:
+        super().__init__()
+        self.turns, self.up, self.down = turns, nn.Linear(6, 6), nn.Linear(6, 6)
+        self.late = late
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        places = torch.arange(x.shape[1]) + start
+        if self.late:
+            h = self.up(x)
+            return self.down(h * self.turns(h, places)[2])
+        cos, sin, size = self.turns(x, places)
+        return self.down((self.up(x * cos + sin) * size).relu())
+
+
+PLAN = {"up": "column", "down": "row"}
+
+
+def test_what_every_way_gives():
+    trace = capture(Turned(Turns()), (X,), {})
+    assert trace.opaque == ("turns",)
+    node = next(n for n in trace.ops() if str(n.target) == "opaque")
+    assert [(v.shape, v.grad) for v in node.meta["val"]] == [((7, 6), False)] * 2
+    assert node.meta["grads"] == set()  # no gradient flows through it
+    tables = {(f"[{place}]", "a tensor of 2 dims") for place in (0, 1)}
+    assert trace.gives == {"turns": {frozenset({("", "tuple of 3"), *tables, ("[2]", "2.0")})}}
+
+
+@pytest.mark.parametrize("tp", (2, 3))
+def test_a_way_that_no_trace_took_is_exact(tp):
+    torch.manual_seed(0)
+    model = Turned(Turns()).double()
+    assert autotp.verify(model, PLAN, tp=tp, inputs=X.double()).ok
+    whole, starts = copy.deepcopy(model), (0, 40, 3)
+
+    def run(module: nn.Module) -> list[Tensor]:
+        out = [module(X.double(), start) for start in starts]
+        module.zero_grad()
+        out[1].pow(2).sum().backward()
+        return [*out, module.up.bias.grad, module.down.bias.grad]
+
+    def rank(group) -> list[Tensor]:
+        return run(autotp.shard(copy.deepcopy(model), PLAN, group, inputs=X.double()))
+
+    want = run(whole)
+    parts = simulate(tp, rank)
+    for found in parts:
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(found[:3], want, strict=False))
+        assert (found[4] - want[4]).abs().max() < 1e-10
+    assert (torch.cat([found[3] for found in parts]) - want[3]).abs().max() < 1e-10
+
+
+def test_nothing_sharded_may_go_in():
+    with pytest.raises(PlanError, match=r"AT326.*nothing sharded may be in it"):
+        autotp.verify(Turned(Turns(), late=True), PLAN, tp=2, inputs=X)
+
+
+def test_a_later_way_that_gives_something_else_raises():
+    """What the module keeps shows a way that no trace had."""
+    model = Turned(Turns())
+
+    def rank(group) -> None:
+        sharded = autotp.shard(copy.deepcopy(model), PLAN, group, inputs=X)
+        sharded(X, 90)
+        sharded(X, 90)
+
+    with pytest.raises(
+        UnprovenPath, match=r"^turns: it gives a tensor of 1 dims at \[0\], which it gave in no"
+    ):
+        simulate(2, rank)
+
+
+class Unlike(nn.Module):
+    """Results of other shapes on its two ways, or a number that is asked for."""
+
+    def __init__(self, *, number: bool = False) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, float]:
+        if self.number and places.max().item() > 4:
+            return x, x, 2.0
+        return (x, x, 2.0) if places.max() > 3 else (x[0], x, 2.0)
+
+
+@pytest.mark.parametrize("number", (False, True))
+def test_what_cannot_be_told_is_refused(number):
+    with pytest.raises(PlanError, match="AT320"):
+        autotp.verify(Turned(Unlike(number=number)), PLAN, tp=2, inputs=X)
+
+
+SIZES = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": 6,
+    "num_key_value_heads": 6, "vocab_size": 48, "max_position_embeddings": 32, "pad_token_id": 0,
+    "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_rotary_embeddings_that_go_by_the_length():
+    """A decode across the length of training, beyond it, and short again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    model = LlamaForCausalLM(config).double().eval()
+    ids = [torch.arange(2 * n).reshape(2, n) * 7 % 47 + 1 for n in (10, 40)]
+
+    def run(module: nn.Module) -> list[Tensor]:
+        with torch.no_grad():
+            out = module.generate(ids[0], max_new_tokens=30, do_sample=False)
+            return [out, *(module(input_ids=each).logits for each in reversed(ids))]
+
+    want = run(copy.deepcopy(model))
+    for found in simulate(2, lambda group: run(autotp.shard(copy.deepcopy(model), "llama", group))):
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.slow
+def test_rotary_embeddings_of_two_lengths():
+    """In a model whose code is edited."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+    config = Phi3Config(**SIZES, original_max_position_embeddings=4, rope_scaling=scaling)
+    assert autotp.analyze(Phi3ForCausalLM(config), "phi3", tp=3).ok
