@@ -166,10 +166,12 @@ class Merged(Mixed):
 
 
 class Checked(Mixed):
-    """The model's own check of a shape."""
+    """The model's own checks of a shape, and no op between them."""
 
     def split(self, h):
         h = h.view(len(h), self.heads, -1)
+        if h.shape[1] != self.heads:
+            raise ValueError(f"there should be {self.heads} heads, not {h.shape[1]}")
         if h.size() != (len(h), self.heads, self.dim):
             raise ValueError(f"the shape should be {(len(h), self.heads, self.dim)}, and is {h.size()}")
         return h

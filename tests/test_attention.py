@@ -79,3 +79,12 @@ def test_extra_keys_for_every_head_are_exact(option, tp):
     model = attention.randomised(attention.Attention(heads=5, **{option: True}))
     result = autotp.verify(model, attention.plan(5), tp=tp, inputs=(X,))
     assert result.ok and result.tolerance == 1e-9, str(result)
+
+
+def test_keys_and_values_of_other_widths():
+    """torch checks the three matrices one after the other, before its next op."""
+    model = attention.randomised(attention.Attention(heads=5, kdim=7, vdim=7))
+    each = {f"{name}_proj_weight": {"style": "column", "dim": 0, "heads": 5} for name in "qkv"}
+    plan = {n: rule for n, rule in attention.plan(5).items() if not n.endswith("in_proj_weight")} | each
+    result = autotp.verify(model, plan, tp=2, inputs=(X, torch.randn(7, 6, 7)))
+    assert result.ok and result.tolerance == 1e-9, str(result)

@@ -62,7 +62,8 @@ class Missing:
 @dataclass
 class Guide:
     """The hook of one rank's recording, with the edits in `bound`. `edits` is what it found, `missing`
-    what it found no edit for, `finished` whether the run came to its end."""
+    what it found no edit for, `finished` whether the run came to its end, `stopped` the line and the
+    instruction of the model that raised, if one did."""
 
     root: nn.Module
     whole: Propagation
@@ -71,6 +72,7 @@ class Guide:
     edits: list[Edit] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     finished: bool = False
+    stopped: tuple[str, int, int] | None = None
 
     def __post_init__(self) -> None:
         # What happens in a module that is not looked into is no op, and not guided.
@@ -317,6 +319,8 @@ class Guide:
         while traceback is not None:
             frames.insert(0, traceback.tb_frame)
             traceback = traceback.tb_next
+        if frames:
+            self.stopped = (frames[0].f_code.co_filename, frames[0].f_lineno, frames[0].f_lasti)
         return [*self._in_check(frames), *self._in_call(frames)]
 
     @property

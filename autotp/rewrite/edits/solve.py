@@ -147,7 +147,7 @@ class _Search:
                 continue
             guide, tried = self._guide(edits, mode, whole, rank)
             found += _alike(guide.edits, whole.trace)
-            found += self._first_that_helps(tried, guide, edits, mode, whole)
+            found += self._first_that_helps(tried, guide, edits, mode, whole, {guide.stopped})
             self.missing += [(m.node, m.why) for m in guide.missing]
         return found
 
@@ -173,14 +173,28 @@ class _Search:
         return self._guide(edits, mode, whole, rank)  # nothing is remembered now
 
     def _first_that_helps(
-        self, tried: list[Edit], guide: Guide, edits: Edits, mode: Mode, whole: Propagation
+        self,
+        tried: list[Edit],
+        guide: Guide,
+        edits: Edits,
+        mode: Mode,
+        whole: Propagation,
+        stops: set[tuple[str, int, int] | None],
     ) -> list[Edit]:
-        """The first edit with which a run that raised goes further."""
+        """The first edit with which a run that raised goes further: to another op, or through the checks that
+        follow each other before it. `stops` are those that raised so far."""
         for edit in tried[:TRIES]:
             more = _alike([*guide.edits, edit], whole.trace)
-            further, _ = self._guide(edits | more, mode, whole, guide.rank)
+            further, then = self._guide(edits | more, mode, whole, guide.rank)
+            found = _alike([edit, *further.edits], whole.trace)
             if further.progress > guide.progress or further.finished:
-                return _alike([edit, *further.edits], whole.trace)
+                return found
+            if further.stopped in stops:
+                continue
+            stops.add(further.stopped)
+            rest = self._first_that_helps(then, further, edits | more, mode, whole, stops)
+            if rest:
+                return found + rest
         return []
 
     def _explained(self, finding: Finding) -> Finding:
