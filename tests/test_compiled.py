@@ -51,11 +51,14 @@ def stepped(call, model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, 
 
 def compiled(rank: int, size: int, name: str) -> int:
     model, args, kwargs = globals()[name]()
-    wanted = [x.clone() for x in stepped(model, model, args, kwargs)]
+    if name != "nanogpt":  # a part by itself, and inputs with a gradient, are other calls than were given
+        stepped(model, model, args, kwargs)
     torch._dynamo.reset()
     with warnings.catch_warnings():  # torch's own, when its compiler meets an autograd.Function
         warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
         found = stepped(torch.compile(model, fullgraph=True, backend="aot_eager"), model, args, kwargs)
+    found = [x.clone() for x in found]
+    wanted = stepped(model, model, args, kwargs)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10 * max(1.0, float(b.abs().max())))
     return len(found)

@@ -13,8 +13,10 @@ from torch import nn
 import autotp
 from autotp.comm import simulate
 from autotp.diagnostic import UnprovenPath
+from autotp.propagate.size_guards import SizeGuard, holds
 from autotp.rewrite import called
 from autotp.rewrite.apply import apply
+from autotp.rewrite.sized_calls import check_of
 
 PLAN = {"fc1": {"style": "column", "heads": 6}, "fc2": "row"}
 
@@ -118,6 +120,22 @@ class Sharded:
         x = torch.linspace(-1, 1, batch * length * 8).reshape(batch, length, 8)
         for y in simulate(len(self.ranks), lambda group: self.ranks[group.rank](x)):
             assert torch.allclose(y, self.model(x), atol=1e-5)
+
+
+ASKED = {"({0} <= 9)": True, "({0} > 9)": False, "bool({0})": True, "(({0} > 1) & ({0} <= 9))": True,
+         "({0} // 4, {0} % 4)": (1, 3), "step({0} // 9)": 0, "step({0})": None, "max({0}, 3)": 7}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "outcome"), ASKED.items())
+def test_a_guard_is_compiled_for_free_sizes(text, outcome):
+    guard = SizeGuard(text, (("x", 1),), outcome)
+    check = check_of([guard], (("x", None),), (torch.zeros(2, 7),), {})
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: x + check((x,), {}), fullgraph=True, backend="eager", dynamic=True)
+    lengths = (7, 6, 50)
+    assert [bool(call(torch.zeros(2, n)).any()) for n in lengths] == [
+        holds([guard], {("x", 1): n}) is None for n in lengths
+    ]
 
 
 @pytest.mark.parametrize(("tp", "kind"), [(2 + n % 2, kind) for n, kind in enumerate(KINDS)])

@@ -39,11 +39,14 @@ class SizeGuard:
 
     def source(self, terms: Sequence[str]) -> str:
         """The guard as an expression of Python, whose sizes are these terms."""
-        return f"{self.text.format(*terms)} == {self.outcome!r}"
+        text = self.text.format(*terms)
+        if isinstance(self.outcome, bool):  # torch.compile cannot compare a condition of a free size with one
+            return text if self.outcome else f"not {text}"
+        return f"{text} == {self.outcome!r}"
 
 
 NAMES: Mapping[str, Any] = {"__builtins__": {}, "abs": abs, "int": int, "float": float, "bool": bool,
-                            "round": round, "max": max, "divmod": divmod, "step": step_of}  # fmt: skip
+                            "round": round, "max": max, "step": step_of}  # fmt: skip
 """What the text of a guard may name."""
 
 

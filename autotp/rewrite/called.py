@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -62,6 +63,8 @@ def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
     given = analysis.given
     within.attributes = Attributes(model, given.read, given.written, given.left)
     model.__dict__["forward"] = _Forward(model, model.__dict__.get("forward"), within)
+    if analysis.samples is not None:
+        guard.expect(model, within.attributes, Call(analysis.samples.args, analysis.samples.kwargs))
     return guard
 
 
@@ -91,12 +94,23 @@ class Called:
         new.parameters, new.fills = parameters_of(module.forward), takes_cache(module) is not None
         return new
 
+    def expect(self, model: nn.Module, attributes: Attributes, given: Call) -> None:
+        """Such calls as were proven need not be looked at: the first of them may be a compiled one."""
+        state = attributes.look()
+        words = signature(self.parameters, given.args, given.kwargs)
+        if self.fills:
+            self.before = given.remembered()
+        for training, gradients in itertools.product((True, False), repeat=2):
+            found = self._found(state, self.proven.call(training, gradients, words), given)
+            if found is not None:
+                self._pass(_key(state, training, gradients, given.args, given.kwargs), found, given)
+
     def look(
         self, model: nn.Module, attributes: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raises UnprovenPath for a call that is not proven."""
         state = attributes.look()
-        key = _key(state, model, args, kwargs)
+        key = _key(state, model.training, torch.is_grad_enabled(), args, kwargs)
         for check in self.passed.get(key, ()):
             if check(args, kwargs):
                 return
@@ -129,31 +143,32 @@ class Called:
         if any(UNKNOWN in word for word in words.values()):
             self._raise(model, words, state, "it cannot be told what that is, so it cannot be proven")
         call = self.proven.call(model.training, torch.is_grad_enabled(), words)
-        sizes = sizes_of(self.parameters, args, kwargs)
-        known = self.proven.alike(state, call)
-        found = next((one for one in known if holds(one.sizes, sizes) is None), None)
+        found = self._found(state, call, given)
         if found is None:
             with outside_transforms():
-                free, asked = self._prove(model, state, given, words, known, sizes)
+                free, asked = self._prove(model, state, given, words, call)
             found = replace(call, sizes=asked)
             self.proven.learn(state, found, free)
-        if len(self.passed) < _REMEMBERED:
-            check = check_of(found.sizes, self.parameters, args, kwargs)
-            self.passed.setdefault(key, []).insert(0, check)
+        self._pass(key, found, given)
         if self.fills and not any(map(is_filled, given.caches())):
             self.before = given.remembered()
 
+    def _found(self, state: str, called: Traced, given: Call) -> Traced | None:
+        """A proven call with these words, of which what its code asks of sizes comes out the same."""
+        sizes = sizes_of(self.parameters, given.args, given.kwargs)
+        known = self.proven.alike(state, called)
+        return next((one for one in known if holds(one.sizes, sizes) is None), None)
+
+    def _pass(self, key: Any, found: Traced, given: Call) -> None:
+        if len(self.passed) < _REMEMBERED:
+            check = check_of(found.sizes, self.parameters, given.args, given.kwargs)
+            self.passed.setdefault(key, []).insert(0, check)
+
     def _prove(
-        self,
-        model: nn.Module,
-        state: str,
-        call: Call,
-        words: Words,
-        known: list[Traced],
-        sizes: Sizes,
+        self, model: nn.Module, state: str, call: Call, words: Words, called: Traced
     ) -> tuple[frozenset[str], frozenset[SizeGuard]]:
-        """Prove a call anew; `known` are proven ones with the same words. Gives the arguments that may be any
-        number, and what comes out of what its code asks of sizes."""
+        """Prove a call anew. Gives the arguments that may be any number, and what comes out of what its code
+        asks of sizes."""
         how = {"training": model.training, "grad": torch.is_grad_enabled()}
         try:
             twin = whole(model, self.changes, self.shapes, self.hooks)
@@ -163,7 +178,8 @@ class Called:
             only_calls(twin, self.path)
         further = proven_anew(twin, self.analysis, call, self.before, **how)
         if further.reason:
-            self._raise(model, words, state, further.reason, _sized(known, sizes))
+            sizes = sizes_of(self.parameters, call.args, call.kwargs)
+            self._raise(model, words, state, further.reason, _sized(self.proven.alike(state, called), sizes))
         new = self.proven.unlike(words)
         free, noted = frozenset[str](), further
         if not self.path:
@@ -307,9 +323,11 @@ def _inner(model: nn.Module, own: Any) -> Any:
     return own if own is not None else type(model).forward.__get__(model)
 
 
-def _key(state: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _key(
+    state: str, training: bool, gradients: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """What tells calls apart, quickly."""
-    words: list[Any] = [state, model.training, torch.is_grad_enabled(), len(args), *kwargs]
+    words: list[Any] = [state, training, gradients, len(args), *kwargs]
     words += [_quick(value) for value in args]
     words += [_quick(value) for value in kwargs.values()]
     return tuple(words)
