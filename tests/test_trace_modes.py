@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from autotp.trace.inputs import Samples, make
@@ -88,6 +91,22 @@ def test_a_decode_step_reads_the_cache_of_the_first_forward():
     assert len(inputs) == len(set(inputs)) == 4 and sum(n.startswith("step ") for n in inputs) == 2
     assert not any(n.meta["origin"] == "unknown" for n in decode.graph.nodes if n.op == "get_attr")
     assert decode.calls["lm_head"] == 1
+
+
+class Renamed(transformers.LlamaForCausalLM):
+    """transformers 5.24 calls the cache `cache`."""
+
+    def forward(self, input_ids=None, attention_mask=None, cache=None, use_cache=None, labels=None):
+        out = super().forward(
+            input_ids, attention_mask, past_key_values=cache, use_cache=use_cache, labels=labels
+        )
+        return SimpleNamespace(loss=out.loss, logits=out.logits, cache=out.past_key_values)
+
+
+def test_a_cache_of_another_name():
+    model = Renamed(architectures.build("llama").config)
+    found = capture_modes(model, make(model))
+    assert "decode" in traces(found) and not found.failed
 
 
 @pytest.mark.parametrize(

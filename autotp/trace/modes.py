@@ -229,7 +229,7 @@ def takes_cache(module: nn.Module) -> str | None:
     if not callable(getattr(getattr(module, "config", None), "to_dict", None)):
         return None
     names = inspect.signature(module.forward).parameters
-    return next((n for n in ("past_key_values", "cache_params") if n in names), None)
+    return next((n for n in ("past_key_values", "cache_params", "cache") if n in names), None)
 
 
 def _run_time(module: nn.Module, samples: Samples, *, training: bool = False) -> Mode:
