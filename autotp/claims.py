@@ -7,6 +7,7 @@ rules that are never the strongest. This file knows nothing of torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from autotp.units import Fault
 __all__ = ["Claims", "Found", "claim", "rule_at", "told", "undecided"]
 
 LISTED = 8  # names in one line of help
+_REGULAR = re.compile(r"[\\^$+()\[\]{}|]|\.\*$")  # what no name of a module has
 MATRICES = ("linear", "conv1d", "embedding", "unknown")  # kinds whose weight a plan is about
 
 
@@ -128,12 +130,19 @@ def undecided(plan: Plan, inventory: Inventory, claims: Claims) -> Iterator[Diag
     slips = [pattern for pattern in lost if pattern not in plan.optional]
     all_lost = len(lost) == len(plan.rules)
     modules = [path for path in dict.fromkeys((*inventory.modules, *inventory.paths)) if path]
+    notes = () if all_lost else _for_another(plan, inventory)
     for pattern in slips:
         close = nearest(pattern, modules) or nearest(pattern, inventory.tensors())
         near = " or ".join(f"`{name}`" for name in close)
         help = (f"did you mean {near}?",) if near else () if all_lost else _layers(inventory)
+        if _REGULAR.search(pattern):
+            help = (
+                *help,
+                "patterns are no regular expressions: `*` is one name, and the end of a path will do",
+            )
         message = f"rule `{pattern}` matches nothing in {inventory.name}"
-        yield Diagnostic("AT201", message, plan=plan.span(pattern), help=help)
+        yield Diagnostic("AT201", message, plan=plan.span(pattern), notes=notes, help=help)
+        notes = ()  # said once
     if all_lost:
         yield _matches_nothing(plan, inventory)
     elif len(lost) > len(slips):
@@ -142,12 +151,16 @@ def undecided(plan: Plan, inventory: Inventory, claims: Claims) -> Iterator[Diag
 
 
 def _matches_nothing(plan: Plan, inventory: Inventory) -> Diagnostic:
-    own = inventory.config.get("model_type")
-    notes: tuple[str, ...] = ()
-    if plan.model_type and own and plan.model_type != own:
-        notes = (f"the plan is for model_type {plan.model_type}, and the model's is {own}",)
     message = f"the plan matches nothing in {inventory.name}"
-    return Diagnostic("AT202", message, notes=notes, help=_layers(inventory))
+    return Diagnostic("AT202", message, notes=_for_another(plan, inventory), help=_layers(inventory))
+
+
+def _for_another(plan: Plan, inventory: Inventory) -> tuple[str, ...]:
+    own = inventory.config.get("model_type")
+    if not plan.model_type or plan.model_type == own:
+        return ()
+    told = f"the model's is {own}" if own else "this model says none"
+    return (f"the plan is for model_type {plan.model_type}, and {told}",)
 
 
 def _layers(inventory: Inventory) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ CODES: dict[str, Code] = {
     ),
     "AT312": Code(
         "A sharded parameter of a layer is used outside of that layer's forward.",
-        "Call the layer itself, or leave it whole.",
+        "Call the layer itself, give its tensor a rule with a dim, or leave it whole.",
     ),
     "AT313": Code(
         "A size or a number of the whole model is used where a rank's own is needed.",

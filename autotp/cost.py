@@ -156,7 +156,7 @@ def cost_findings(
             Diagnostic(
                 NOTHING,
                 "the plan shards no matrix: every rank would hold the whole model",
-                notes=(f"{len(matches.placed)} modules and tensors are matched, none of them is cut",),
+                notes=(f"modules and tensors that its rules match: {len(matches.placed)}",),
                 help=("give the large matrices a column, row or vocab rule",),
             ),
         )
@@ -184,6 +184,8 @@ def _is_large(reason: Reason, total: int) -> bool:
 
 def _large(reason: Reason, total: int) -> Diagnostic:
     module = reason.name.rpartition(".")[0] or reason.name
+    if not module.replace("*", "").strip("."):  # layers that only have numbers are named one by one
+        module = reason.first.rpartition(".")[0]
     many = "" if reason.tensors == 1 else f", {reason.tensors} tensors"
     return Diagnostic(
         LEFT_WHOLE,

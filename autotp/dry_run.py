@@ -32,7 +32,7 @@ def named_plan(plan: PlanLike | None, model_type: object) -> tuple[Plan, str]:
         return as_plan(plan), str(plan) if isinstance(plan, (str, Path)) else ""
     found = plan_for(str(model_type)) if model_type else None
     if found is None:
-        of = f"model type {model_type!r}" if model_type else "a model without a config"
+        of = f"model type {model_type!r}" if model_type else "a model without a model_type"
         raise UsageError(
             f"there is no shipped plan for {of} (shipped: {', '.join(shipped_plans())}); pass plan= with "
             'its rules, or plan="auto" to derive one'
@@ -59,7 +59,8 @@ def analyze(
     - `source`: a module (on any device, the meta device too), or a checkpoint folder, `.safetensors` file
       or config.json. With `check="shapes"` a checkpoint is read by its headers alone.
     - `plan`: a Plan, its rules as a dict, a path, the name of a shipped plan, or "auto": a plan that
-      is derived from the model's graph, see `autotp.derive`. None: the shipped plan of the model's type.
+      is derived from the model's graph, as `autotp derive` prints it. None: the shipped plan of the
+      model's type.
     - `inputs`: samples for the trace: a tensor, a tuple of arguments, a dict of keyword arguments. Without
       them they are made from the config, or found by trying what the layers take.
 

@@ -38,7 +38,8 @@ def config_folder(source: str | Path) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder}: there is no config.json, so the architecture is not known\n"
-            '  = help: check="shapes" goes by the names and shapes of the weights alone'
+            '  = help: check="shapes" goes by the names and shapes of the weights alone\n'
+            "  = help: or give the model: model= of from_pretrained and convert, --model of `autotp convert`"
         )
     return folder
 

@@ -98,7 +98,7 @@ def from_config(key: str, what: str, config: Mapping[str, object]) -> int | Faul
     if value is not None:
         return Fault("AT205", f"{what}: {key} is no whole number in the model's config, but {value!r:.60}")
     if not config:
-        message = f"{what}: {key} is a config key, and this model has no config"
+        message = f"{what}: {key} is a config key, and this model has no config that tells numbers"
         return Fault("AT205", message, help=(f"write the number itself: `{what}: N`",))
     numbers = [k for k, v in config.items() if isinstance(v, int) and not isinstance(v, bool)]
     near = difflib.get_close_matches(key, numbers, n=3, cutoff=0.6)

@@ -30,6 +30,15 @@ rules:
 """
 
 
+def test_a_plan_for_another_model_says_so_once_and_patterns_are_no_expressions() -> None:
+    inventory = replace(model(linear("l.0.fc1", 8, 12)), config={"model_type": "gpt2"})
+    plan = {"model_type": "bert", "rules": {"fc1": "column", r"l\.\d+\.fc2": "row", "zzz": "row"}}
+    found = [one for one in match(Plan.model_validate(plan), inventory, 2).diagnostics if one.code == "AT201"]
+    assert [one.notes for one in found] == [("the plan is for model_type bert, and the model's is gpt2",), ()]
+    said = "patterns are no regular expressions: `*` is one name, and the end of a path will do"
+    assert [said in one.help for one in found] == [True, False]
+
+
 def test_a_finding_shows_the_line_of_the_plan() -> None:
     found = match(
         Plan.loads(PLAN, file="plan.yaml"),

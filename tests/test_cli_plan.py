@@ -299,12 +299,28 @@ def test_what_is_expected_from_styles_is_what_the_graph_shows(both):
 
 
 @pytest.mark.slow
-def test_a_config_alone_is_proven_without_weights(here):
+@pytest.mark.parametrize("target", ["tiny", "tiny/config.json"])
+def test_a_config_alone_is_proven_without_weights(here, target):
     Path("tiny").mkdir()
     Path("tiny/config.json").write_text(json.dumps(llama_config(**GQA)))
-    code, out, err = run("plan", "tiny/config.json", "--tp", 3)
+    code, out, err = run("plan", target, "--tp", 3)
     assert (code, err) == (0, "")
     assert out.splitlines()[0].startswith("LlamaForCausalLM: plan llama (shipped), tp 3, layouts proven")
+
+
+def test_a_diff_is_of_a_proof(here):
+    bert_checkpoint(here / "bert", **TINY_BERT)
+    code, out, _ = run("plan", "bert", "--tp", 2, "--diff")
+    assert code == 0 and "layouts proven" in out.splitlines()[0]
+
+
+def test_names_of_a_checkpoint_that_are_not_its_models(here):
+    write_checkpoint(
+        here / "stored", {"model.layers.0.mlp.experts.0.w1.weight": (4, 4)}, {"model_type": "mixtral"}
+    )
+    code, out, _ = run("plan", "stored", "--tp", 2)
+    assert code == 1
+    assert "stores some models under other names than they have: `autotp plan TARGET --tp N --prove`" in out
 
 
 @pytest.mark.slow

@@ -171,9 +171,15 @@ def test_a_plan_that_shards_nothing_is_an_error():
     (found,) = findings(llama(), {"q_proj": "replicate"})
     assert found.render() == (
         "error[AT391]: the plan shards no matrix: every rank would hold the whole model\n"
-        "  = note: 3 modules and tensors are matched, none of them is cut\n"
+        "  = note: modules and tensors that its rules match: 3\n"
         "  = help: give the large matrices a column, row or vocab rule"
     )
+
+
+def test_layers_that_only_have_numbers_are_accepted_by_their_numbers():
+    inventory = described({"0.weight": (6, 4), "2.weight": (4, 6)})
+    found = next(f for f in findings(inventory, {"0": {"style": "column"}}) if f.code == "AT390")
+    assert found.help == ("shard it by a rule, or accept it by `2: replicate`",)
 
 
 def test_a_plan_that_shards_vectors_only_shards_nothing():

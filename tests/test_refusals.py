@@ -7,6 +7,7 @@ messages are written anew; read the difference before it is committed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,42 @@ def test_message(name):
     if os.environ.get("AUTOTP_WRITE_MESSAGES"):
         file.write_text(text)
     assert text == file.read_text()
+
+
+FOLLOWED = {
+    **{name: (*CASES[name], autotp.Plan.load(FOLDER / f"{name}.yaml").to_data()["rules"])
+       for name in ("view_across_sections", "swapped", "functional")},
+    "of other sizes": (lambda: models.llama(num_hidden_layers=1), 2,
+                       autotp.Plan.load("llama").to_data()["rules"]),
+    "raw weights": (lambda: nn.TransformerEncoderLayer(24, 4, 50, batch_first=True), 3, {
+        "in_proj_weight": {"style": "column", "dim": 0, "sections": 3, "heads": 4},
+        "linear1": "column", "linear2": "row"}),
+    "raw layer": (lambda: nn.TransformerEncoderLayer(24, 4, 50, batch_first=True), 2, {
+        "in_proj_weight": {"style": "column", "dim": 0, "sections": 3}, "out_proj": "row",
+        "linear1": "column", "linear2": "row"}),
+}  # fmt: skip
+del FOLLOWED["of other sizes"][2]["self_attn.v_proj"]
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_remedies_work_as_they_are_written(name):
+    """The first line for the plan that each error gives, until there is none."""
+    factory, tp, rules = FOLLOWED[name]
+    model, rules = factory(), dict(rules)
+    inputs = torch.zeros(5, model.fc1.in_features) if isinstance(model, models.MLP) else None
+    for _ in range(4):
+        analysis = autotp.analyze(model, rules, tp=tp, inputs=inputs)
+        wrong = [one for one in analysis.diagnostics if one.severity == "error"]
+        if not wrong:
+            break
+        for one in wrong:
+            lines = next(found for line in one.help if (found := re.findall(r"`(\S+): (.+?)`", line)))
+            for pattern, rule in lines:
+                rules = {
+                    p: r for p, r in rules.items() if not f"{pattern}.".startswith(f"{p}.") or p == pattern
+                }
+                rules[pattern] = autotp.Plan.loads(f"rules:\n  {pattern}: {rule}").to_data()["rules"][pattern]
+    assert analysis.ok, analysis
 
 
 def test_every_file_is_a_case():

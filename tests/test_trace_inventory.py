@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -83,6 +85,16 @@ def test_every_path_is_known():
 def test_configs_answer_to_mapped_names():
     config = inventory(architectures.build("gpt2")).config
     assert config["n_head"] == config["num_attention_heads"] == 3 and config["model_type"] == "gpt2"
+
+
+def test_plain_configs_tell_numbers_and_words():
+    for config in (
+        {"n_head": 6, "rope": [1], 3: 4},
+        types.SimpleNamespace(n_head=6, device=torch.device("cpu")),
+    ):
+        model = nn.Linear(2, 2)
+        model.config = config
+        assert inventory(model).config == {"n_head": 6}
 
 
 def test_a_model_without_config():

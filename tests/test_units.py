@@ -220,7 +220,8 @@ def test_a_config_key_inside_of_another_config() -> None:
 
 def test_heads_by_config_key_of_a_model_without_config() -> None:
     assert only({"fc1": {"style": "column", "heads": "num_heads"}}, MLP) == (
-        "error[AT205]: fc1: heads: num_heads is a config key, and this model has no config\n"
+        "error[AT205]: fc1: heads: num_heads is a config key, and this model has no config that tells "
+        "numbers\n"
         "  = note: weight f32[33,16], bias f32[33]\n"
         "  = help: write the number itself: `heads: N`"
     )

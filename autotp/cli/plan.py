@@ -25,7 +25,7 @@ def command(
         typer.Option("--prove", help="Prove the layouts of a checkpoint on its traced graph. Imports torch."),
     ] = False,
     diff: Annotated[
-        bool, typer.Option("--diff", help="Show the edits of the model's own code as a diff.")
+        bool, typer.Option("--diff", help="Show the edits of the model's own code as a diff; with --prove.")
     ] = False,
     format: Annotated[Format, typer.Option("--format", help="Form of the report.")] = Format.text,
 ) -> int:
@@ -44,7 +44,7 @@ def command(
     Exit code: 0 fine, 1 the plan is refused or shards next to nothing, 2 usage or unreadable files.
     """
     try:
-        analysis = analyze_target(target, plan=plan, tp=tp, prove=prove)
+        analysis = analyze_target(target, plan=plan, tp=tp, prove=prove or diff)
     except PlanError as refused:
         return report_findings(refused.diagnostics, format)
     if format is Format.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ __all__ = ["TARGET", "analyze_target", "choose_plan", "is_factory", "no_target"]
 
 TARGET = "A checkpoint folder, one .safetensors file, a config.json, or package.module:factory."
 
+_STORED = (
+    "transformers stores some models under other names than they have: `autotp plan TARGET --tp N --prove` "
+    "takes the model's own"
+)
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -27,6 +32,8 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
     Raises UsageError for a target or a tp that cannot be, CheckpointError for a file that cannot be
     read, PlanError for a plan file with faults.
     """
+    if target and _describes_alone(Path(target)):
+        target = str(Path(target) / "config.json")
     if plan == "auto":
         return _derive(target, tp)
     if target and Path(target).exists():
@@ -51,6 +58,15 @@ def _derive(target: str, tp: int) -> Analysis:
     from autotp.shapes import as_stored
 
     return as_stored(analysis, inventory(target))
+
+
+def _describes_alone(path: Path) -> bool:
+    """Whether a folder has a config.json, and nothing that could be weights."""
+    if not (path / "config.json").is_file():
+        return False
+    from autotp.checkpoint.folder import WEIGHTS
+
+    return not any(entry.is_dir() or entry.name.endswith(WEIGHTS) for entry in path.iterdir())
 
 
 def is_factory(target: str) -> bool:
@@ -93,7 +109,14 @@ def _read_headers(target: str, plan: str | None, tp: int) -> Analysis:
 
     found = inventory(target, plan=plan)
     chosen = choose_plan(plan, found.config)
-    return analyze_shapes(found, chosen, tp=tp)
+    analysis = analyze_shapes(found, chosen, tp=tp)
+    if not chosen.model_type or chosen.model_type != found.config.get("model_type"):
+        return analysis
+    told = tuple(
+        replace(one, help=(*one.help, _STORED)) if one.code == "AT201" else one
+        for one in analysis.diagnostics
+    )
+    return replace(analysis, diagnostics=told)
 
 
 def _prove_checkpoint(target: str, plan: str | None, tp: int) -> Analysis:

@@ -105,34 +105,51 @@ def _remedies(
     gathered = f"let every rank have the whole value: `{'`, `'.join(gathers)}`" if gathers else ""
     help: list[str] = []
     if code == "AT301":
-        name = _short(finding.node.meta["module"], propagation.matches)
-        help.append(f"let it read its own part on each rank: `{name}: row`")
+        raw = _raw_weight(finding)
+        parent, _, leaf = raw.rpartition(".")
+        name = _short(parent or finding.node.meta["module"], propagation.matches)
+        name = f"{name}.{leaf}" if parent else raw or name
+        row = "{style: row, dim: 1}" if raw else "row"
+        help.append(f"let it read its own part on each rank: `{name}: {row}`")
     elif code == "AT302" and own is not None:
         if own.rule.split_input:
             return [f"the input is split already: `{rule_line(own.pattern, own.rule, split_input=False)}`"]
-        help.append("shard the layer that makes its input with `column`")
+        if _given(finding):
+            help.append(f"a pair begins with a column layer, and row ends it: `{own.pattern}: column`")
+        else:
+            help.append("shard the layer that makes its input with `column`")
         line = rule_line(own.pattern, own.rule, split_input=True)
         help.append(f"or let each rank take its part of the whole input: `{line}`")
         return help
     elif code in ("AT306", "AT307") and placed:
         missing = _whole_layers(finding, propagation)
-        like = columns[0] if columns else placed[0]
         if missing and code == "AT306":
-            lines = [rule_line(_short(m, propagation.matches), like.rule) for m in missing]
+            lines = [
+                rule_line(_short(m, propagation.matches), _like(m, columns or placed, finding).rule)
+                for m in missing
+            ]
             help.append(f"shard what it meets, too: `{'`, `'.join(dict.fromkeys(lines))}`")
         if code == "AT307" and len(columns) > 1:
             help.append("deal the same number of units to each of them: the same `heads` in their rules")
+        if code == "AT307" and columns and columns[0].rule.heads is not None:
+            rows = [p for p in _once(placed) if p.style == "row" and p.rule.heads is None]
+            lines = [rule_line(p.pattern, p.rule, heads=columns[0].rule.heads) for p in rows]
+            if lines:
+                help.append(f"deal whole heads to what it meets, too: `{'`, `'.join(lines)}`")
     elif code == "AT308" and placed:
-        heads = _heads(finding)
-        if heads is not None and heads >= propagation.matches.tp:
+        heads, tp = _heads(finding), propagation.matches.tp
+        if heads is not None and any(
+            v.shard is not None and v.shard.groups > 1 for v in finding.conflict.blame
+        ):
+            line = rule_line(placed[0].pattern, placed[0].rule, sections=None, heads=heads)
+            return [f"if its parts stand side by side in each head, heads alone are dealt: `{line}`"]
+        if heads is not None:
             units = rule_line(placed[0].pattern, placed[0].rule, heads=heads)
-            help.append(f"say that whole heads are dealt: `{units}`")
-        elif heads is not None:
-            help.append(
-                f"{heads} heads cannot be dealt to {propagation.matches.tp} ranks; tp up to {heads} works"
-            )
-        parts = rule_line(placed[0].pattern, placed[0].rule, sections="N")
-        help.append(f"if the layer is a fusion of N equal parts: `{parts}`")
+            few = f" ({tp} ranks share {heads} kv heads; of other heads tp is {heads} at most)"
+            help.append(f"say that whole heads are dealt: `{units}`{few if heads < tp else ''}")
+        if heads is None or placed[0].rule.sections is None:
+            parts = rule_line(placed[0].pattern, placed[0].rule, sections="N")
+            help.append(f"if the layer is a fusion of N equal parts: `{parts}`")
         return help
     elif code == "AT309" and placed:
         given = placed[0].rule
@@ -153,6 +170,27 @@ def _remedies(
     if gathered and code in ("AT301", "AT303", "AT304", "AT306", "AT310", "AT311", "AT314"):
         help.append(("or " if help else "") + gathered)
     return help
+
+
+def _raw_weight(finding: Finding) -> str:
+    """The weight that a linear op takes by itself, and not in the forward of its layer; else ""."""
+    node = finding.node
+    weight = node.args[1] if op_name(node) == "linear" and len(node.args) > 1 else None
+    name = str(weight.meta.get("name", "")) if isinstance(weight, fx.Node) else ""
+    return "" if name.rpartition(".")[0] == node.meta["module"] else name
+
+
+def _given(finding: Finding) -> bool:
+    """Whether a layer reads an input of the model."""
+    return any(node.op == "placeholder" for node in finding.node.all_input_nodes)
+
+
+def _like(module: str, placed: list[Placed], finding: Finding) -> Placed:
+    """The rule that a whole layer could have, too: of a layer of its sizes, if there is one."""
+    read = [node for node in finding.node.graph.nodes if node.op == "get_attr" and "val" in node.meta]
+    shapes = {node.meta.get("name"): tuple(node.meta["val"].shape) for node in read}
+    own = shapes.get(f"{module}.weight")
+    return next((p for p in placed if shapes.get(f"{p.path}.weight") == own), placed[0])
 
 
 def _once(placed: list[Placed]) -> list[Placed]:

@@ -233,14 +233,20 @@ class Engine:
             v for v in call.values if v.node.op == "get_attr" and v.node.meta["name"] in self.layers.owners
         ]
         if any(not self.layers.tables.issuperset(v.origins) or not reads_table(call) for v in foreign):
-            owner = self.layers.owners[foreign[0].node.meta["name"]][0]
+            name = foreign[0].node.meta["name"]
+            owner = self.layers.owners[name][0]
+            help = [f"leave {owner.path} whole, or call the layer itself"]
+            if name in owner.layouts and owner.style in ("row", "column"):
+                tensor = f"{owner.pattern}.{name.rpartition('.')[2]}"
+                line = f"{tensor}: {{style: {owner.style}, dim: {owner.layouts[name].dim}}}"
+                help.append(f"or cut the tensor by itself, in the place of the layer: `{line}`")
             raise Conflict(
                 "AT312",
                 f"{foreign[0].name} is sharded by its layer {owner.path}, and is used outside of that "
                 "layer's own forward",
                 blame=(foreign[0],),
                 notes=("the mappings of a parallel layer stand in its forward; here they would be missing",),
-                help=(f"leave {owner.path} whole, or call the layer itself",),
+                help=tuple(help),
             )
         self._traced_backward(call)
         how = self.result.mapped.get(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -83,11 +84,13 @@ def inventory(module: nn.Module) -> Inventory:
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
-    """The model's configuration, as transformers' models carry it."""
+    """The model's configuration: as transformers' models carry it, or the numbers and words of a dict, a
+    dataclass or another plain object."""
     config = getattr(module, "config", None)
     to_dict = getattr(config, "to_dict", None)
     if not callable(to_dict):
-        return {}
+        plain = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        return {k: v for k, v in plain.items() if isinstance(k, str) and isinstance(v, (int, str))}
     found = dict(to_dict())
     # A config that maps names (n_head for num_attention_heads) answers to both.
     for name, own in (getattr(config, "attribute_map", None) or {}).items():
