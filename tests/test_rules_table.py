@@ -17,6 +17,7 @@ from tests import (
     test_rules_creation,
     test_rules_experts,
     test_rules_indexing,
+    test_rules_losses,
     test_rules_moving,
     test_rules_pointwise,
     test_rules_reductions,
@@ -27,7 +28,8 @@ from tests.rules import Case, cut, hold, tensor
 
 HELD = [
     test_rules_contract, test_rules_convolution, test_rules_creation, test_rules_experts, test_rules_indexing,
-    test_rules_moving, test_rules_pointwise, test_rules_reductions, test_rules_shapes, test_rules_splitting,
+    test_rules_losses, test_rules_moving, test_rules_pointwise, test_rules_reductions, test_rules_shapes,
+    test_rules_splitting,
 ]  # fmt: skip
 
 

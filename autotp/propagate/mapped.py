@@ -22,6 +22,7 @@ from torch import fx
 
 from autotp.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Partial, Shard
 from autotp.propagate.call import Call, Conflict, Value, counted_once, normal_dim, with_gradient
+from autotp.propagate.losses import LOSSES, MEAN, SUM, aligned
 from autotp.propagate.ops import arguments_of, op_name
 from autotp.propagate.reads import Read
 
@@ -57,8 +58,10 @@ class Mapped:
 def statistic_over(call: Call) -> Value | None:
     """The shard over whose elements a statistic is taken; None for another call."""
     value = call["self"]
-    if call.name not in STATISTICS or not isinstance(value, Value) or value.shard is None:
+    if _statistic(call) is None or not isinstance(value, Value) or value.shard is None:
         return None
+    if call.name in LOSSES:
+        return value
     dims = call["dim"]
     every = list(range(value.rank)) if dims is None or dims == [] else dims
     cut = {normal_dim(d, value.rank) for d in ([every] if isinstance(every, int) else every)}
@@ -67,12 +70,21 @@ def statistic_over(call: Call) -> Value | None:
     return value
 
 
+def _statistic(call: Call) -> str | None:
+    """Which statistic an op takes; a loss may take the mean of all."""
+    if call.name in LOSSES:
+        return "mean" if call["reduction"] == MEAN else None
+    return call.name if call.name in STATISTICS else None
+
+
 def mapped_statistic(call: Call, how: tuple[str, ...]) -> list[Layout] | None:
     """What a mapped statistic gives by itself; None for any other op."""
     value = statistic_over(call)
-    if value is None or how[0] != call.name:
+    if value is None or how[0] != _statistic(call):
         return None
     counted_once(call, value)
+    if call.name in LOSSES:
+        aligned(call)
     return [INVARIANT]
 
 
@@ -103,7 +115,7 @@ def sums_of(
             value = statistic_over(made)
             if value is not None:
                 counted_once(made, value)
-                return [Mapped(node, (made.name,))]
+                return [Mapped(node, (_statistic(made) or "",))]
         except Conflict:
             return []
         return []
@@ -118,11 +130,17 @@ def sums_of(
         before = [n for n in part.all_input_nodes if isinstance(layouts.get(n, [INVARIANT])[0], Partial)]
         if before:
             parts += before
-        elif part.op == "call_function" and op_name(part) in _SUMS and _of_a_shard(part, layouts):
+        elif part.op == "call_function" and _is_sum(part) and _of_a_shard(part, layouts):
             found.append(Mapped(part, ("reduce",)))
         else:
             return []
     return found
+
+
+def _is_sum(node: fx.Node) -> bool:
+    if op_name(node) in LOSSES:
+        return bool(arguments_of(node).get("reduction") == SUM)
+    return op_name(node) in _SUMS
 
 
 def _of_a_shard(node: fx.Node, layouts: Mapping[fx.Node, list[Layout]]) -> bool:

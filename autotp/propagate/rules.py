@@ -12,6 +12,7 @@ from autotp.propagate.convolution import CONVOLUTIONS
 from autotp.propagate.creation import CREATION
 from autotp.propagate.experts import EXPERTS
 from autotp.propagate.indexing import INDEXING
+from autotp.propagate.losses import LOSSES
 from autotp.propagate.moving import MOVING
 from autotp.propagate.pointwise import POINTWISE
 from autotp.propagate.reductions import REDUCTIONS
@@ -31,6 +32,7 @@ RULES: dict[str, Rule] = {
     **CONVOLUTIONS,
     **EXPERTS,
     **REDUCTIONS,
+    **LOSSES,
     **INDEXING,
     **CREATION,
 }
