@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from autotp.analysis import LAYOUTS, Analysis
 from autotp.collectives import Collective, collectives_of
-from autotp.diagnostic import UsageError, errors
+from autotp.diagnostic import Diagnostic, UsageError, errors
 from autotp.dry_run import PlanLike, check_name, named_plan
 from autotp.plan import Plan
 from autotp.proof import Proof
@@ -65,7 +66,7 @@ def decide_with_proof(
     analysis = analyze_shapes(stock, chosen, tp=tp, plan_name=name, before_proof=check == "layouts")
     cut = analysis.layouts if tp > 1 else ()
     refused = (*unsupported(model), *hooked(model, cut))
-    analysis = replace(analysis, diagnostics=(*analysis.diagnostics, *refused))
+    analysis = replace(analysis, diagnostics=(*_unsaid(analysis.diagnostics, refused), *refused))
     if check == "shapes":
         reads = held_reads(analysis.matches, stock.aliases).values()
         return replace(analysis, reads=tuple(reads)), None
@@ -74,6 +75,15 @@ def decide_with_proof(
     samples = make(model, inputs)
     proof = prove(model, analysis.matches, stock, samples, every=every)
     return replace(_proven(analysis, proof), samples=samples), proof
+
+
+def _unsaid(found: Iterable[Diagnostic], refused: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
+    """The findings but for rules that do not fit a module whose weight is computed, which is told itself."""
+    computed = tuple(f"{each.module}.parametrizations." for each in refused if each.code == "AT222")
+    for each in found:
+        within = f"{each.module}.parametrizations." if each.code == "AT206" else each.module or ""
+        if not within.startswith(computed):
+            yield each
 
 
 def derive_with_proof(

@@ -310,3 +310,31 @@ def test_the_graph_checks_what_it_is_given() -> None:
     assert str(caught.value) == (
         "this graph was made in eval mode, and is in train mode now; set the mode of the model before shard"
     )
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, twice: bool = True) -> Tensor:
+        return self.fc2(self.fc1(x).relu()) * (2 if twice else 1)
+
+
+def test_flags_are_those_that_it_was_made_with() -> None:
+    model, given = Flagged(), {"x": torch.randn(5, 4), "twice": False}
+
+    def rank(group: Group) -> None:
+        graph = autotp.shard(model, PLAN, group, inputs=given, form="graph")
+        for each in (graph, copy.deepcopy(graph)):
+            torch.testing.assert_close(each(**given), model(**given))
+            torch.testing.assert_close(each(given["x"]), model(**given))
+            with pytest.raises(
+                autotp.UsageError,
+                match=r"^twice is True, the graph is for False: pass it in inputs= of shard",
+            ):
+                each(given["x"], twice=True)
+            with pytest.raises(autotp.UsageError, match="^z is no input of the graph, which takes x$"):
+                each(given["x"], z=1)
+
+    simulate(2, rank)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import autotp
+from autotp.diagnostic import errors
 from autotp.trace.support import unsupported
 
 
@@ -55,6 +57,15 @@ def test_parametrized():
         "error[AT222]: 1: its weight is parametrized, so it is no tensor of its own\n"
         "  = help: call torch.nn.utils.parametrize.remove_parametrizations first"
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_computed_weight_is_said_once(norm):
+    built = model()
+    norm(built[0])
+    found = errors(autotp.analyze(built, {"0": "column", "1": "row"}, tp=2).diagnostics)
+    assert [(each.code, each.module) for each in found] == [("AT222", "0")]
 
 
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])

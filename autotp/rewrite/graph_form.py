@@ -54,7 +54,10 @@ def graph_form(
         named = {name: tuple(dims.get(str(size), Dim.STATIC) for size in sizes[name]) for name in tensors}
         program = _exported(twin, given, named)
         check = Check(sizes, bounds, {n: t.dtype for n, t in tensors.items()}, twin.training)
-        return build(program, twin, calls, check, group, originals=model)
+        made = build(program, twin, calls, check, group, originals=model)
+        made.takes = tuple(tensors)
+        made.fixed = {name: value for name, value in given.items() if name not in tensors}
+        return made
 
 
 def _refuse(model: nn.Module, what: str, help: str) -> UsageError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,13 @@ _OP = type(torch.ops.aten.add.Tensor)  # it is no name of a module, so pickle ca
 
 
 class ShardedGraph(fx.GraphModule):
-    """A GraphModule whose copies and pickles still know how it is sharded, and what it does not save."""
+    """A GraphModule whose copies and pickles still know how it is sharded, and what it does not save.
+
+    `takes` are the names of its inputs, `fixed` the flags and numbers that it was made with.
+    """
+
+    takes: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = MappingProxyType({})
 
     def keep(self, memory: Sharded, unsaved: Mapping[str, frozenset[str]]) -> None:
         """Remember how the model is sharded; `unsaved` are the non-persistent buffers, by module."""
@@ -31,9 +38,25 @@ class ShardedGraph(fx.GraphModule):
         for path, module in self.named_modules():
             module._non_persistent_buffers_set |= unsaved.get(path, frozenset()) & module._buffers.keys()
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the graph gives. Flags may be passed as they were when it was made; in it they are fixed.
+
+        Raises UsageError for another value, and for what is no input.
+        """
+        for name in kwargs.keys() - self.takes:
+            value = kwargs.pop(name)
+            if name not in self.fixed:
+                raise UsageError(f"{name} is no input of the graph, which takes {', '.join(self.takes)}")
+            if type(value) is not type(self.fixed[name]) or value != self.fixed[name]:
+                raise UsageError(
+                    f"{name} is {value!r}, the graph is for {self.fixed[name]!r}: pass it in inputs= of shard"
+                )
+        return super().__call__(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
         copied = super().__deepcopy__(memo)
         assert isinstance(copied, ShardedGraph)
+        copied.takes, copied.fixed = self.takes, self.fixed
         memory = sharded(self)
         assert memory is not None
         copied.keep(memory, self.unsaved)

@@ -31,7 +31,7 @@ def build(
     group: Group,
     *,
     originals: nn.Module,
-) -> fx.GraphModule:
+) -> ShardedGraph:
     """The GraphModule of an exported `twin`; tensors that belong to `originals` are refused.
 
     Raises UsageError for a result that is no plain structure of tensors and numbers.
@@ -68,7 +68,7 @@ class _Builder:
         self._check = check
         self._form = program.call_spec.out_spec
 
-    def module(self) -> fx.GraphModule:
+    def module(self) -> ShardedGraph:
         """Copy the exported nodes, one after another."""
         inputs = [n for n in self.exported.graph.nodes if n.op == "placeholder"]
         new: dict[fx.Node, Any] = {}
