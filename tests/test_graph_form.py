@@ -334,7 +334,7 @@ def test_flags_are_those_that_it_was_made_with() -> None:
                 match=r"^twice is True, the graph is for False: pass it in inputs= of shard",
             ):
                 each(given["x"], twice=True)
-            with pytest.raises(autotp.UsageError, match="^z is no input of the graph, which takes x$"):
+            with pytest.raises(autotp.UsageError, match=r"^z is no input of the graph, which takes x$"):
                 each(given["x"], z=1)
 
     simulate(2, rank)
