@@ -73,6 +73,7 @@ class Analysis:
     - `branches`     branches of functions that handle sharded values which no mode took: not proven
     - `handed`       cut weights of layers that code around them reads and does nothing with, by that
                      code's file and function: there it gets a stand-in
+    - `at_use`       whether whole values are copied where they meet shards, since they are used whole as well
     - `gives`        what the modules give that the proof did not look into, in words
     - `edits`        the edits of the model's own code as a diff, found by the proof; `code` the same as data
     - `given`        the calls of the model that were traced, and later proven; `samples` with what
@@ -101,6 +102,7 @@ class Analysis:
     unreduced: tuple[str, ...] = ()
     forward: str = ""
     handed: Mapping[str, frozenset[tuple[str, str]]] = field(default_factory=dict)
+    at_use: bool = False
     gives: Mapping[str, frozenset[frozenset[tuple[str, str]]]] = field(default_factory=dict)
     edits: str = ""
     code: Edits = field(default_factory=Edits)

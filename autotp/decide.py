@@ -142,6 +142,7 @@ def _proven(analysis: Analysis, proof: Proof) -> Analysis:
         unreduced=tuple(sorted(proof.unreduced)) if proven else (),
         forward=_digest(proof) if proven else "",
         handed=dict(sorted(proof.handed.items())) if proven else {},
+        at_use=proven and proof.at_use,
         gives=dict(sorted(proof.gives.items())) if proven else {},
         edits=diff(proof.edits) if proven else "",
         code=proof.edits if proven else analysis.code,

@@ -39,7 +39,8 @@ class Proof:
     `carried` the attributes that a call may read as an earlier one left them, `left` those in which the
     forward leaves a part of a tensor on each rank,
     `handed` the cut weights of layers that code around them reads without an op on them, and which code;
-    `gives` what the modules give that were not looked into, in words;
+    `at_use` whether whole values are copied where they meet shards, `gives` what the modules give that were
+    not looked into, in words;
     `sizes`, of one more call, what comes out of what its code asks of the sizes of its inputs.
     """
 
@@ -69,4 +70,5 @@ class Proof:
     carried: frozenset[str] = frozenset()
     left: set[str] = field(default_factory=set)
     handed: dict[str, frozenset[Reader]] = field(default_factory=dict)
+    at_use: bool = False
     gives: dict[str, frozenset[Call]] = field(default_factory=dict)

@@ -161,7 +161,8 @@ class _Prover:
             self.proof.cuts = {self.first.get(n, n): cut for n, cut in before.layouts.items()}
             self.proof.reads = {read.name: read for read in before.reads}
             self.proof.regions = {region.path: region for region in before.regions}
-            self.proof.edits = before.code
+            self.proof.edits, self.proof.at_use = before.code, before.at_use
+        self.otherwise: Propagation | None = None  # what would be found without copies at each use
         self.reached: set[str] = set()
         self.inputs: dict[str, dict[str, tuple[str, ...]]] = {}  # column layer -> mode -> what it reads
 
@@ -184,6 +185,9 @@ class _Prover:
         ran = [(mode, propagated[mode.name]) for mode in modes]
         if not proof.unreduced and not any(whole.findings for _, whole in ran):
             self._solve(ran)
+        if self.otherwise is not None and any(whole.findings for _, whole in ran):
+            proof.diagnostics += diagnose(self.otherwise)
+            return
         proof.propagations, proof.covered = propagated, found.covered
         when: dict[str, set[str]] = {}  # in which modes of the module the traces are
         for mode, _, trace in found.given:
@@ -241,7 +245,34 @@ class _Prover:
         unreduced: frozenset[str] = frozenset(),
         sums: Mapping[str, Mapping[fx.Node, Sum]] | None = None,
     ) -> dict[str, Propagation]:
-        """Every mode's layouts, with the same cuts and reads in all of them."""
+        """Every mode's layouts, with the same cuts and reads in all of them. Where a value is used whole and
+        on shards, what meets a shard is copied at that use, and not where it is read."""
+        before = self._settled()
+        found = self._walked(traces, unreduced, sums)
+        findings = [finding for whole in found.values() for finding in whole.findings]
+        if (
+            self.stands is not None
+            or self.proof.at_use
+            or not any(f.conflict.code == "AT305" for f in findings)
+        ):
+            return found
+        after = self._settled()
+        self.proof.cuts, self.proof.reads, self.proof.regions = before
+        self.proof.at_use = True
+        again = self._walked(traces, unreduced, sums)
+        if not any(whole.findings for whole in again.values()):
+            self.otherwise = next(whole for whole in found.values() if whole.findings)
+            return again
+        self.proof.cuts, self.proof.reads, self.proof.regions = after
+        self.proof.at_use = False
+        return found
+
+    def _walked(
+        self,
+        traces: Mapping[str, Trace],
+        unreduced: frozenset[str],
+        sums: Mapping[str, Mapping[fx.Node, Sum]] | None,
+    ) -> dict[str, Propagation]:
         whole: Propagation | None = None
         for _ in range(ROUNDS):
             before = self._settled()
@@ -258,6 +289,7 @@ class _Prover:
                     regions=self.proof.regions,
                     unreduced=unreduced,
                     sums=sums[mode] if sums is not None else None,
+                    at_use=self.proof.at_use,
                 )
                 if not whole.findings:
                     spread(whole, known)

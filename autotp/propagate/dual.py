@@ -301,6 +301,12 @@ class _Comparison:
         """A head that is not given a copy yet."""
         values = argument if isinstance(argument, (list, tuple)) else [argument]
         lacking = any((reader, v) in self.whole.copied_in for v in values if isinstance(v, fx.Node))
+        if lacking and self.whole.at_use:
+            message = (
+                f"{op_name(reader)} meets a shard with a value that is used whole as well, and no expression "
+                "of the model's code is known where it could be copied for this use alone"
+            )
+            return self._finding(reader, "AT305", message, help=("use it whole or on shards, not both",))
         return self._head(reader) if lacking else None
 
     def _head(self, node: fx.Node) -> Finding:

@@ -55,13 +55,15 @@ def propagate(
     unreduced: frozenset[str] = frozenset(),
     sums: Mapping[fx.Node, Sum] | None = None,
     engine: Walk | None = None,
+    at_use: bool = False,
 ) -> Propagation:
     """Give every value of `trace` a layout, where the tensors named in `cuts` are shards.
 
     `aliases` maps each further name of a shared tensor to its first name, under which `cuts` holds it;
     `kinds` maps a tensor to the kind of the module that owns it. Starts from the `reads` and `regions` that
     are known, and adds those that resolve a conflict. The row layers in `unreduced` leave their outputs
-    partial, and the `sums` of these are reduced.
+    partial, and the `sums` of these are reduced. With `at_use` whole values are copied at each use on
+    a shard.
     """
     known, around = dict(reads), dict(regions)
     whole: set[str] = set()
@@ -76,7 +78,7 @@ def propagate(
     while True:
         start = Propagation(
             trace, matches, dict(cuts), aliases, dict(known), dict(around), dict(grants), dict(parts),
-            dict(mapped), unreduced, shared, dropouts, frozenset(copies),
+            dict(mapped), unreduced, shared, dropouts, frozenset(copies), at_use,
         )  # fmt: skip
         result = (engine or Engine)(start, kinds).run()
         before = (dict(known), dict(around), dict(grants), dict(parts), dict(mapped), set(copies))
@@ -203,7 +205,14 @@ class Engine:
     def remedies(self, node: fx.Node, conflict: Conflict) -> list[Remedy]:
         """What the solver may add by itself to resolve a conflict; the next walk shows whether it does."""
         known = Remedies(
-            self.result, self.kinds, self.layers, self.origins, self._seen, self._bind, self._attempt
+            self.result,
+            self.kinds,
+            self.layers,
+            self.origins,
+            self._seen,
+            self._bind,
+            self._attempt,
+            self.result.at_use,
         )
         return known.of(node, conflict)
 

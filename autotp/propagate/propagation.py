@@ -43,7 +43,8 @@ class Propagation:
     resolve a finding, `regions` the modules with mappings at their border, `grants` the fresh or expanded
     values that take a layout for free, `parts` (reader, value) the whole values of which an op is given only
     a rank's part, `copied_in` (reader, value) those that it is given as a copy, `mapped` the statistics, sums
-    and logits that go through mappings, `unreduced` the row layers that
+    and logits that go through mappings, `at_use` whether whole values are copied at each use on a shard and
+    not where they are read, `unreduced` the row layers that
     leave their outputs partial, `shared` (reader, value) the whole values that are added to these, `dropouts`
     those of them that are dropped out alike on every rank. `random` and `random_whole` are the
     modules that draw random numbers on a shard and on whole values, `resting` those of
@@ -66,6 +67,7 @@ class Propagation:
     shared: frozenset[tuple[fx.Node, fx.Node]] = frozenset()
     dropouts: frozenset[fx.Node] = frozenset()
     copied_in: frozenset[tuple[fx.Node, fx.Node]] = frozenset()
+    at_use: bool = False
     wanted: list[Read | Unshared | Grant | Part | CopiedIn | Mapped | Region] = field(default_factory=list)
     layouts: dict[fx.Node, list[Layout]] = field(default_factory=dict)
     computed: dict[fx.Node, list[Layout]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.placement import Layout, Partial, is_whole
+from autotp.placement import INVARIANT, REPLICATE, Layout, Partial, is_whole
 from autotp.propagate.call import Call, Conflict
 from autotp.propagate.flexible import Grant
 from autotp.propagate.heads import CopiedIn, copied_in
@@ -33,7 +33,8 @@ _LEAVING = ("AT310", "AT311", "AT314")  # a partial sum is used
 class Remedies:
     """The remedies of one walk. `kinds` maps a tensor to the kind of its module, `origins` a value to the
     layers that it comes from; `seen(value, reader)` is a layout, `bind(node)` a call with its values, and
-    `attempt(node, layouts)` what an op would give if some of its inputs had these."""
+    `attempt(node, layouts)` what an op would give if some of its inputs had these. `at_use`: what meets a
+    shard is copied for the op that it meets it in, so that others have it whole."""
 
     result: Propagation
     kinds: Mapping[str, str]
@@ -42,6 +43,7 @@ class Remedies:
     seen: Callable[[fx.Node, fx.Node | None], Layout]
     bind: Callable[[fx.Node], Call]
     attempt: Callable[[fx.Node, Mapping[fx.Node, Layout]], list[Layout]]
+    at_use: bool = False
 
     def of(self, node: fx.Node, conflict: Conflict) -> list[Remedy]:
         """The remedies of a conflict at an op."""
@@ -49,6 +51,8 @@ class Remedies:
         found: list[Remedy] = []
         if code in _READABLE and node.op != "output":
             found += copied_in(self.bind(node), conflict, self.layers.tables)
+            if self.at_use and not found:
+                found += self._at_use(node)
         if code == "AT310":
             found += self._unshared(node) or self._solved(node, sums=True)
         if not found and code in ("AT305", *_LEAVING):
@@ -78,6 +82,15 @@ class Remedies:
                 node, self.seen, self.result.layouts, self.result.mapped, self._is_read_by_itself
             )
         return found
+
+    def _at_use(self, node: fx.Node) -> list[CopiedIn]:
+        """Copies of the whole values of an op where it is given them, and nowhere else."""
+        whole = [n for n in node.meta["grads"] if self.seen(n, node) == INVARIANT]
+        try:
+            self.attempt(node, dict.fromkeys(whole, REPLICATE))
+        except Conflict:
+            return []
+        return [CopiedIn(node, value) for value in node.all_input_nodes if value in whole]
 
     def _unshared(self, node: fx.Node) -> list[Unshared]:
         """The shared parameters of an op that is given no other part of a sum: that one is reduced by now."""

@@ -168,7 +168,7 @@ class _Builder:
         self.held["autotp_assemble"] = Assemble(form)
         return self.graph.call_module("autotp_assemble", tuple(leaves))
 
-    def _finished(self) -> fx.GraphModule:
+    def _finished(self) -> ShardedGraph:
         root = nn.Module()
         for name, value in self.held.items():
             put(root, name, value)

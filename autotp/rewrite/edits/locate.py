@@ -1,7 +1,8 @@
 """From a running frame to the expression that it is in the middle of, and to what its parts are worth.
 
 The interpreter knows the end of every call (its start is moved by CPython for chains over several lines), and
-no two calls end at one place. What runs may be an edited copy already: places are those of the model's text.
+no two calls end at one place; of operators the start is known, too. What runs may be an edited copy already:
+places are those of the model's text.
 """
 
 from __future__ import annotations
@@ -141,7 +142,14 @@ def located(frame: FrameType, *kinds: type[ast.AST]) -> Site | None:
         line, column = _before_edits(source, inserts, line, column)
     wanted = kinds or _kinds(code, index)
     found = [n for n in source.ending(line, column) if isinstance(n, wanted)]
+    if len(found) > 1:  # `a + b * c`: operators may end at one place
+        begin = _before_edits(source, inserts, place[0], place[2])
+        found = [n for n in found if _start(n) == begin] or found
     return Site(frame, source, found[0]) if found else None
+
+
+def _start(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def _before_edits(source: Source, inserts: tuple[Insert, ...], line: int, column: int) -> tuple[int, int]:

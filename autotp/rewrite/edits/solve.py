@@ -33,7 +33,7 @@ __all__ = ["Modes", "failing", "solve"]
 
 ROUNDS = 12  # a check of the model's own stops a trace, so each takes a round
 TRIES = 12  # edits that may let a run go on which raised
-_EDITABLE = ("AT303", "AT312", "AT313", "AT315")
+_EDITABLE = ("AT303", "AT305", "AT312", "AT313", "AT315")
 
 Run = Callable[[Mode, Propagation, int, Any], Trace]  # (mode, its layouts, rank, guide)
 Modes = list[tuple[Mode, Propagation]]
