@@ -79,10 +79,10 @@ def decide_with_proof(
 
 def _unsaid(found: Iterable[Diagnostic], refused: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
     """The findings but for rules that do not fit a module whose weight is computed, which is told itself."""
-    computed = tuple(f"{each.module}.parametrizations." for each in refused if each.code == "AT222")
+    computed = {each.module for each in refused if each.code == "AT222"}
+    inside = tuple(f"{path}.parametrizations." for path in computed)
     for each in found:
-        within = f"{each.module}.parametrizations." if each.code == "AT206" else each.module or ""
-        if not within.startswith(computed):
+        if each.severity != "error" or not (each.module in computed or f"{each.module}.".startswith(inside)):
             yield each
 
 

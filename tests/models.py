@@ -129,10 +129,12 @@ class Learned(MLP):
 
 
 class LearnedBoth(Learned):
-    """The learned number on a whole value, too: then its gradient is no plain sum over the ranks."""
+    """The learned number on a whole value, too, in one expression: its gradient is no plain sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale)
+        for layer in (self.fc1, self.fc2):
+            x = layer(x * self.scale)
+        return x
 
 
 class PerFeature(MLP):

@@ -151,10 +151,14 @@ class PastTheTable(Scaled):
 
 @pytest.mark.parametrize(
     ("model", "code"),
-    [(Returned, "AT305"), (PastTheModule, "AT312"), (PastTheTable, "AT312")],
+    [(PastTheModule, "AT312"), (PastTheTable, "AT312")],
 )
 def test_a_copied_parameter_is_used_as_a_copy_alone(model, code):
     assert codes(model()) == {code}
+
+
+def test_a_parameter_that_is_returned_as_well_is_copied_where_it_meets_a_shard():
+    assert autotp.verify(Returned(), PLAN, tp=2, inputs=X).ok
 
 
 def test_a_copied_parameter_into_a_column_layer_is_copied_once():

@@ -172,7 +172,9 @@ def needs_copy(call: Call, value: Value, shard: Value) -> Conflict:
     help: tuple[str, ...] = ()
     if shard.whole:
         met = f"{shard.name}, which is read as a copy for use on shards"
-        help = (f"use {shard.name} on sharded values or on whole ones, not on both",)
+        help = (
+            f"use {shard.name} on sharded values in an expression of its own, so that it can be copied there",
+        )
     else:
         met = "a shard" if shard.shard is not None else "a part of a sum"
     return Conflict(

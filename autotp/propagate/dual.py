@@ -306,7 +306,9 @@ class _Comparison:
                 f"{op_name(reader)} meets a shard with a value that is used whole as well, and no expression "
                 "of the model's code is known where it could be copied for this use alone"
             )
-            return self._finding(reader, "AT305", message, help=("use it whole or on shards, not both",))
+            return self._finding(
+                reader, "AT305", message, help=("use it on sharded values in a statement of its own",)
+            )
         return self._head(reader) if lacking else None
 
     def _head(self, node: fx.Node) -> Finding:
