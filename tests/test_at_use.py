@@ -61,10 +61,23 @@ class Experts(nn.Module):
         return out, (load * odds.mean((0, 1))).sum() * 4
 
 
+class Layers(nn.Module):
+    """What a layer gives is reduced at its border, and meets the router of the next as a whole value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, first = self.layers[0](x)
+        x, second = self.layers[1](x)
+        return x, first + second
+
+
 MODELS = {
     "scaled": (Scaled, PLAN),
     "drawn": (Drawn, PLAN | {"other": "column"}),
-    "experts": (Experts, {"up": {"style": "column", "dim": 2}, "down": {"style": "row", "dim": 1}}),
+    "experts": (Layers, {"up": {"style": "column", "dim": 2}, "down": {"style": "row", "dim": 1}}),
 }
 
 

@@ -52,7 +52,8 @@ class Remedies:
         if code in _READABLE and node.op != "output":
             found += copied_in(self.bind(node), conflict, self.layers.tables)
             if self.at_use and not found:
-                found += self._at_use(node)
+                # A part of a sum that has left its module is reduced there, and meets nothing.
+                found += self._regions(node, leaving=True) or self._at_use(node)
         if code == "AT310":
             found += self._unshared(node) or self._solved(node, sums=True)
         if not found and code in ("AT305", *_LEAVING):
