@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from autotp.checkpoint.convert import convert as convert
     from autotp.checkpoint.load import from_pretrained as from_pretrained
     from autotp.checkpoint.merge import merge as merge
+    from autotp.checkpoint.optimizer import load_optimizer as load_optimizer
+    from autotp.checkpoint.optimizer import save_optimizer as save_optimizer
     from autotp.checkpoint.reshard import reshard as reshard
     from autotp.checkpoint.save import save_pretrained as save_pretrained
     from autotp.clip import clip_grad_norm_ as clip_grad_norm_
@@ -67,11 +69,13 @@ __all__ = [
     "from_pretrained",
     "gather_state_dict",
     "initialize",
+    "load_optimizer",
     "load_state_dict",
     "mappings",
     "merge",
     "nn",
     "reshard",
+    "save_optimizer",
     "save_pretrained",
     "shard",
     "split",
@@ -100,11 +104,13 @@ _HOME = {
     "from_pretrained": "autotp.checkpoint.load",
     "gather_state_dict": "autotp.state",
     "initialize": "autotp.groups",
+    "load_optimizer": "autotp.checkpoint.optimizer",
     "load_state_dict": "autotp.state",
     "mappings": "autotp.mappings",
     "merge": "autotp.checkpoint.merge",
     "nn": "autotp.nn",
     "reshard": "autotp.checkpoint.reshard",
+    "save_optimizer": "autotp.checkpoint.optimizer",
     "save_pretrained": "autotp.checkpoint.save",
     "shard": "autotp.api",
     "split": "autotp.nn.splitting",
@@ -119,9 +125,11 @@ _NEEDS_TORCH = {
     "from_pretrained",
     "gather_state_dict",
     "initialize",
+    "load_optimizer",
     "load_state_dict",
     "mappings",
     "nn",
+    "save_optimizer",
     "save_pretrained",
     "shard",
     "split",

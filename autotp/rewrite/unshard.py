@@ -20,7 +20,7 @@ def unshard(model: nn.Module) -> nn.Module:
     Every layer has its own class and forward again, every parameter is the same object and holds the whole
     weight, tied ones stay tied; gradients are gathered, too. Hooks and attributes that were added since
     stay. One whole tensor at a time is gathered. An optimizer still holds the right parameters; state that
-    it has collected is that of the parts, so save it before (`autotp.checkpoint.save_optimizer`) and load
+    it has collected is that of the parts, so save it before (`autotp.save_optimizer`) and load
     it afterwards.
 
     Raises UsageError, with the model as it was, when nothing of it was sharded by `autotp.shard`, when a
