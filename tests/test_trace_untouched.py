@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+import autotp
 from autotp.trace.export import export
 from autotp.trace.graph import TraceError
 from autotp.trace.recorder import record
-from tests import architectures
+from tests import architectures, tables
 
 X = torch.randn(3, 4)
 TABLE: dict[int, torch.Tensor] = {}
@@ -120,6 +121,28 @@ def test_nothing_of_a_trace_stays(route, grad, fails):
 
 def test_the_recorder_takes_it():
     assert record(Hoarder(), (X,), {}).stored
+
+
+class Keeps(nn.Module):
+    """Its table of numbers is kept by code in another file."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.fc1, self.fc2, self.table = nn.Linear(4, 6), nn.Linear(6, 4), table
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x) * self.table(6))
+
+
+@pytest.mark.parametrize("way", tables.WAYS)
+def test_what_code_keeps_is_made_anew(way):
+    """A table of a trace in the place of one would be met by every model, sharded or not."""
+    model, x = Keeps(tables.WAYS[way]).double(), X.double()
+    record(model, (x,), {})
+    assert list(dict.keys(tables.REMADE)) == ["first"]
+    assert autotp.verify(model, {"fc1": "column", "fc2": "row"}, tp=2, inputs=x).ok
+    torch.testing.assert_close(model.table(6), torch.arange(6.0).double())
+    dict.pop(tables.REMADE, "later", None)
 
 
 def test_the_callers_inputs_stay():

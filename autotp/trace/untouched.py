@@ -1,13 +1,15 @@
 """Leave no trace: whatever a forward stores while it runs on fake tensors is taken back.
 
 Restored are the attributes of every module, of every plain object that a module holds (configs, caches),
-their lists, dicts and sets, the class attributes of the modules' classes, and the module-level numbers,
-tables and `lru_cache`s of the files that define them: a table of masks must not keep fake tensors.
+their lists, dicts and sets, the class attributes of the modules' classes, the module-level numbers,
+tables and `lru_cache`s of the files that define them, and what the functions keep that a forward may reach
+(`reached.py`): a table of masks must not keep fake tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 import types
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.trace.reached import Reached
+
 __all__ = ["only_forward_is_new", "untouched"]
 
 _CONTAINERS = (dict, list, set, deque)
@@ -25,7 +29,8 @@ _LEAVES = (
     str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     torch.Tensor, torch.dtype, torch.device, torch.Generator,
 )  # fmt: skip
-_PLAIN = frozenset([type(None), bool, int, float, str, types.FunctionType])  # most of what there is
+_CODE = frozenset([types.FunctionType, types.MethodType, functools.partial])
+_PLAIN = frozenset([type(None), bool, int, float, str])  # most of what there is
 _NUMBERS = frozenset([type(None), bool, int, float, str])
 _EMPTY = frozenset([dict, OrderedDict, list, set])
 
@@ -79,6 +84,9 @@ class _Saved:
         self.kinds: list[tuple[type, dict[str, Any]]] = []
         self.cached: list[tuple[Any, int]] = []
         self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.cells: list[tuple[types.CellType, Any]] = []
+        self.absent: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.loose: list[Any] = []
         self.seen: set[int] = set()
 
     def all_of(self, root: nn.Module) -> None:
@@ -90,6 +98,27 @@ class _Saved:
         for name in {kind.__module__ for kind in kinds}:
             if name in sys.modules and name != "builtins":
                 self.file(sys.modules[name])
+        reached = Reached(_foreign)
+        reached.begin(kinds, self.loose)
+        self.code(reached)
+
+    def code(self, reached: Reached) -> None:
+        """What functions keep: defaults, what they close over, caches, and the globals that they name."""
+        self.absent = reached.absent
+        self.cached += [(cache, cache.cache_info().misses) for cache in reached.caches]
+        for kind in reached.kinds:
+            self.kind(kind)
+        for function in reached.functions:
+            self.objects((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+            self.objects((vars(function),))
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # not filled yet
+                    self.cells.append((cell, cell.cell_contents))
+        self.objects(value for _, value in self.cells)
+        for table, name in reached.globals:
+            if type(table[name]) in _NUMBERS or isinstance(table[name], torch.Tensor):
+                self.globals.append((table, {name: table[name]}))
+        self.objects(table[name] for table, name in reached.globals)
 
     def objects(self, roots: Iterable[Any]) -> None:
         """The attributes of every object that can be reached, and the contents of every container."""
@@ -97,6 +126,13 @@ class _Saved:
         while todo:
             value = todo.pop()
             kind = type(value)
+            if kind in _CODE:
+                self.loose.append(value)
+                if kind is types.MethodType:
+                    todo.append(value.__self__)
+                elif kind is functools.partial:
+                    todo += (*value.args, *value.keywords.values())
+                continue
             if kind in _PLAIN or id(value) in self.seen or issubclass(kind, _LEAVES):
                 continue
             self.seen.add(id(value))
@@ -104,8 +140,9 @@ class _Saved:
                 self.empty.append(value)
                 continue
             if isinstance(value, _CONTAINERS):
-                self.containers.append((value, value.copy()))
-                todo += list(value.values()) if isinstance(value, dict) else list(value)
+                copy = _raw(value) if isinstance(value, dict) else value.copy()
+                self.containers.append((value, copy))
+                todo += list(copy.values()) if isinstance(copy, dict) else list(copy)
             elif isinstance(value, tuple):
                 todo += value
             attributes = getattr(value, "__dict__", None)
@@ -137,9 +174,12 @@ class _Saved:
                 attributes.clear()
                 attributes.update(before)
         for live, copy in self.containers:
-            if isinstance(live, dict) and _differs(live, copy):
-                live.clear()
-                live.update(copy)
+            if isinstance(live, dict):
+                if _differs(live if type(live) in _EMPTY else _raw(live), copy):
+                    own: Any = OrderedDict if isinstance(live, OrderedDict) else dict
+                    own.clear(live)
+                    for key, value in copy.items():
+                        own.__setitem__(live, key, value)
             elif isinstance(live, (list, deque)) and [*map(id, live)] != [*map(id, copy)]:
                 live.clear()
                 live.extend(copy)
@@ -159,9 +199,20 @@ class _Saved:
             for name, value in numbers.items():
                 if table.get(name) is not value:
                     table[name] = value
+        for table, names in self.absent:
+            for name in names & table.keys():
+                del table[name]
+        for cell, value in self.cells:
+            if cell.cell_contents is not value:
+                cell.cell_contents = value
         for function, misses in self.cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()
+
+
+def _raw(table: dict[Any, Any]) -> dict[Any, Any]:
+    """What stands in a dict, or a copy of it: a class may make what it gives anew."""
+    return table.copy() if type(table) in _EMPTY else dict(dict.items(table))
 
 
 def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
