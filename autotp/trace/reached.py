@@ -26,8 +26,8 @@ _BOUND = (staticmethod, classmethod, MethodType)
 
 
 class Reached:
-    """`functions`, `caches` (of `lru_cache`), `globals` (a table and a name in it), `absent` (a table and names
-    that the code has and it has not) and `kinds` (classes that are no modules).
+    """`functions`, `caches` (of `lru_cache`), `globals` (a table and a name in it), `absent` (a table and the
+    names of the code that are not in it) and `kinds` (classes that are no modules).
 
     >>> def once(function, made={}):
     ...     return lambda self, x: made.setdefault("y", function(self, x))
