@@ -2,8 +2,8 @@
 
 Restored are the attributes of every module, of every plain object that a module holds (configs, caches),
 their lists, dicts and sets, the class attributes of the modules' classes, the module-level numbers,
-tables and `lru_cache`s of the files that define them, and what the functions keep that a forward may reach
-(`reached.py`): a table of masks must not keep fake tensors.
+tables and `lru_cache`s of the files that define them: a table of masks must not keep fake tensors. What other
+code keeps that a forward may reach (`reached.py`) is restored where a tensor came into it.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def _foreign(kind: type) -> bool:
 
 class _Saved:
     def __init__(self) -> None:
-        self.attributes: list[tuple[Any, dict[str, Any]]] = []
-        self.containers: list[tuple[Any, Any]] = []
-        self.empty: list[Any] = []
+        self.attributes: list[tuple[Any, dict[str, Any], bool]] = []
+        self.containers: list[tuple[Any, Any, bool]] = []
+        self.always = True  # whether what is noted is restored whatever came into it
         self.kinds: list[tuple[type, dict[str, Any]]] = []
         self.cached: list[tuple[Any, int]] = []
         self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.named: list[tuple[dict[str, Any], str, Any]] = []
         self.cells: list[tuple[types.CellType, Any]] = []
         self.absent: list[tuple[dict[str, Any], frozenset[str]]] = []
         self.loose: list[Any] = []
@@ -104,6 +105,7 @@ class _Saved:
 
     def code(self, reached: Reached) -> None:
         """What functions keep: defaults, what they close over, caches, and the globals that they name."""
+        self.always = False
         self.absent = reached.absent
         self.cached += [(cache, cache.cache_info().misses) for cache in reached.caches]
         for kind in reached.kinds:
@@ -117,7 +119,7 @@ class _Saved:
         self.objects(value for _, value in self.cells)
         for table, name in reached.globals:
             if type(table[name]) in _NUMBERS or isinstance(table[name], torch.Tensor):
-                self.globals.append((table, {name: table[name]}))
+                self.named.append((table, name, table[name]))
         self.objects(table[name] for table, name in reached.globals)
 
     def objects(self, roots: Iterable[Any]) -> None:
@@ -137,17 +139,17 @@ class _Saved:
                 continue
             self.seen.add(id(value))
             if kind in _EMPTY and not value:
-                self.empty.append(value)
+                self.containers.append((value, (), self.always))
                 continue
             if isinstance(value, _CONTAINERS):
                 copy = _raw(value) if isinstance(value, dict) else value.copy()
-                self.containers.append((value, copy))
+                self.containers.append((value, copy, self.always))
                 todo += list(copy.values()) if isinstance(copy, dict) else list(copy)
             elif isinstance(value, tuple):
                 todo += value
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and (isinstance(value, nn.Module) or not _foreign(type(value))):
-                self.attributes.append((attributes, dict(attributes)))
+                self.attributes.append((attributes, dict(attributes), self.always))
                 todo += attributes.values()
 
     def kind(self, kind: type) -> None:
@@ -163,32 +165,22 @@ class _Saved:
                 numbers[name] = value
             elif type(value) in (dict, list, set) and id(value) not in self.seen:
                 self.seen.add(id(value))
-                self.containers.append((value, value.copy()))
+                self.containers.append((value, value.copy(), True))
             elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
                 self.cached.append((value, value.cache_info().misses))
         self.globals.append((vars(module), numbers))
 
     def restore(self) -> None:
-        for attributes, before in self.attributes:
-            if _differs(attributes, before):
+        for attributes, before, always in self.attributes:
+            if _differs(attributes, before) and (always or _tensor_came(attributes, before)):
                 attributes.clear()
                 attributes.update(before)
-        for live, copy in self.containers:
-            if isinstance(live, dict):
-                if _differs(live if type(live) in _EMPTY else _raw(live), copy):
-                    own: Any = OrderedDict if isinstance(live, OrderedDict) else dict
-                    own.clear(live)
-                    for key, value in copy.items():
-                        own.__setitem__(live, key, value)
-            elif isinstance(live, (list, deque)) and [*map(id, live)] != [*map(id, copy)]:
-                live.clear()
-                live.extend(copy)
-            elif isinstance(live, set) and live != copy:
-                live.clear()
-                live.update(copy)
-        for container in self.empty:
-            if container:
-                container.clear()
+        for live, copy, always in self.containers:
+            if not live and not copy:
+                continue
+            now = live if type(live) in _EMPTY or not isinstance(live, dict) else _raw(live)
+            if always or _tensor_came(now, copy):
+                _put_back(live, now, copy or type(now)())
         for kind, held in self.kinds:
             for name in vars(kind).keys() - held.keys():
                 delattr(kind, name)
@@ -199,15 +191,51 @@ class _Saved:
             for name, value in numbers.items():
                 if table.get(name) is not value:
                     table[name] = value
+        for table, name, value in self.named:
+            if table.get(name) is not value and _tensor_came([table.get(name)], ()):
+                table[name] = value
         for table, names in self.absent:
             for name in names & table.keys():
-                del table[name]
+                if _tensor_came([table[name]], ()):
+                    del table[name]
         for cell, value in self.cells:
-            if cell.cell_contents is not value:
-                cell.cell_contents = value
+            with contextlib.suppress(ValueError):  # emptied
+                if cell.cell_contents is not value and _tensor_came([cell.cell_contents], ()):
+                    cell.cell_contents = value
         for function, misses in self.cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()
+
+
+def _put_back(live: Any, now: Any, before: Any) -> None:
+    if isinstance(live, dict):
+        if _differs(now, before):
+            own: Any = OrderedDict if isinstance(live, OrderedDict) else dict
+            own.clear(live)
+            for key, value in before.items():
+                own.__setitem__(live, key, value)
+    elif isinstance(live, (list, deque)) and [*map(id, live)] != [*map(id, before)]:
+        live.clear()
+        live.extend(before)
+    elif isinstance(live, set) and live != before:
+        live.clear()
+        live.update(before)
+
+
+def _tensor_came(now: Iterable[Any], before: Iterable[Any], deep: int = 3) -> bool:
+    """Whether there is a tensor now, also inside of what is new, that was not there before."""
+    if isinstance(before, dict):
+        before = before.values()
+    known = {id(value) for value in before}
+    for value in now.values() if isinstance(now, dict) else now:
+        if id(value) in known or type(value) in _PLAIN:
+            continue
+        if isinstance(value, torch.Tensor):
+            return True
+        inside = value if isinstance(value, (*_CONTAINERS, tuple)) else getattr(value, "__dict__", ())
+        if deep and not isinstance(value, _LEAVES) and _tensor_came(inside, (), deep - 1):
+            return True
+    return False
 
 
 def _raw(table: dict[Any, Any]) -> dict[Any, Any]:
