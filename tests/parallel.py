@@ -108,3 +108,28 @@ class Helped(Parallel):
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.branches(x)
         return summed(x, a) + b
+
+
+class Branch(nn.Module):
+    """One of several that are alike: only the first one is recorded."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.a1, self.a2 = nn.Linear(width, 5), nn.Linear(5, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a2(self.a1(x).tanh())
+
+
+class Twins(nn.Module):
+    """The sum of branches that repeat one that stands by itself."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Branch(), Branch(), Branch()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            return self.one(x) + self.two(x) + self.three(x) + x
+        return self.one(x).tanh() * x + (self.two(x) + self.three(x))

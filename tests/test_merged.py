@@ -49,6 +49,24 @@ def test_branches_that_meet_in_a_sum_have_one_reduce(model, edits):
     assert result.ok and result.tolerance == 1e-9, str(result)
 
 
+@pytest.mark.parametrize(
+    ("first", "line", "forward"),
+    [
+        (True, "return reduce(self.one(x) + self.two(x) + self.three(x)) + x", 1),
+        (False, "return self.one(x).tanh() * x + (reduce(self.two(x) + self.three(x)))", 2),
+    ],
+)
+def test_branches_that_repeat_each_other_have_one_reduce(first, line, forward):
+    """A trace leaves out layers that are like others: what they give is a branch as well."""
+    model, plan = parallel.Twins(first), {"a1": "column", "a2": "row"}
+    analysis = autotp.analyze(model, plan, tp=2, inputs=X)
+    changed = [line[1:].strip() for line in analysis.edits.splitlines() if line.startswith("+ ")]
+    assert analysis.ok and line in changed
+    result = autotp.verify(model, plan, tp=3, inputs=X)
+    assert result.ok and result.tolerance == 1e-9, str(result)
+    assert result.collectives[0] == {"forward": {"all-reduce": forward}, "backward": {"all-reduce": 1}}
+
+
 def test_a_hook_does_not_see_a_part_of_a_sum():
     """Registered before, each layer reduces; after, the next forward raises."""
     seen = []

@@ -28,7 +28,7 @@ from autotp.propagate.ops import arguments_of, draws, op_name
 from autotp.propagate.pointwise import LINEAR_IN_ONE
 from autotp.propagate.propagation import Propagation
 from autotp.propagate.regions import border
-from autotp.trace.graph import Trace
+from autotp.trace.graph import REPEATED, Trace
 
 __all__ = ["Sum", "between", "meeting", "merged", "sums", "within_layers"]
 
@@ -61,7 +61,11 @@ def merged(wholes: Iterable[Propagation]) -> frozenset[str]:
             for one in each.values():
                 for path in one.paths if kept.issuperset(one.paths) else ():
                     inside[path] = inside.get(path, 0) + 1
-            calls = Counter(n.meta["module"] for n in whole.trace.ops() if _row(whole, n))
+            rows = [n for n in whole.trace.ops() if _row(whole, n)]
+            calls = Counter(n.meta["module"] for n in rows)
+            for repeat in whole.trace.repeats:  # the layer that is left out makes the same calls
+                inside_of = (repeat.of, repeat.call)
+                calls.update(repeat.renamed(n.meta["module"]) for n in rows if inside_of in n.meta["stack"])
             calls.update({p: len(whole.trace.left.get(p, ())) for p, r in whole.regions.items() if r.reduced})
             kept = frozenset(path for path in kept if inside[path] == calls[path])
         if kept == before:
@@ -94,12 +98,30 @@ def _branches(whole: Propagation, node: fx.Node) -> Sum | None:
     inputs, name = node.all_input_nodes, op_name(node)
     if name == "add":
         return _added(whole, node)
+    if node.target is REPEATED:
+        return _in_a_twin(whole, node)
     if node.meta.get("mutates") or (draws(node) and name != "dropout"):
         return None
-    if name in (*LINEAR_IN_ONE, *_SHAPES) and len(inputs) == 1 and len(inputs[0].users) == 1:
+    if name in (*LINEAR_IN_ONE, *_SHAPES) and len(inputs) == 1 and _read_once(inputs[0]):
         found = _branches(whole, inputs[0])
         return None if found is None else Sum(found.paths, found.shared, (*found.nodes, node))
     return None
+
+
+def _read_once(value: fx.Node) -> bool:
+    """Whether one op reads a value. That it stands for what layers like this one give is no reading."""
+    return sum(reader.target is not REPEATED for reader in value.users) == 1
+
+
+def _in_a_twin(whole: Propagation, node: fx.Node) -> Sum | None:
+    """What a layer gives whose ops are left out, since they are those of another one."""
+    value, number = node.args
+    assert isinstance(value, fx.Node) and isinstance(number, int)
+    found, repeat = _branches(whole, value), whole.trace.repeats[number]
+    paths = [repeat.renamed(path) for path in found.paths] if found is not None else [None]
+    if found is None or found.shared or found.dropouts or None in paths:
+        return None
+    return Sum(tuple(path for path in paths if path is not None), (), (node,))
 
 
 def _added(whole: Propagation, node: fx.Node) -> Sum | None:
@@ -109,7 +131,7 @@ def _added(whole: Propagation, node: fx.Node) -> Sum | None:
         return None
     if len({value.meta["val"].shape for value in inputs}) != 1:
         return None
-    found = [_branches(whole, value) if len(value.users) == 1 else None for value in inputs]
+    found = [_branches(whole, value) if _read_once(value) else None for value in inputs]
     every = [one for one in found if one is not None]
     shared = [(node, value) for value, one in zip(inputs, found, strict=True) if one is None]
     paths = tuple(path for one in every for path in one.paths)
@@ -164,7 +186,7 @@ def within_layers(trace: Trace, one: Sum) -> bool:
     parts = {value for node in one.nodes for value in (node, *node.all_input_nodes)} - {
         v for _, v in one.shared
     }
-    if not given.isdisjoint(parts - {top}):
+    if not given.isdisjoint(parts - {top}) or any(node.target is REPEATED for node in one.nodes):
         return False
     layers = {r.of for r in trace.repeats if any(p == r.of or p.startswith(f"{r.of}.") for p in one.paths)}
     return all(layers <= {path for path, _ in node.meta["stack"]} for node in one.nodes)
