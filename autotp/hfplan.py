@@ -13,10 +13,12 @@ is here:
 | embedding_rowwise               | embedding     | vocab                                                 |
 | colwise, packed_colwise         | experts' part | column or row, dim: -2; packed: sections: 2           |
 | rowwise, packed_rowwise         | experts' part | row or column, dim: -1; packed: sections: 2           |
-| colwise                         | `sinks`       | column, dim: 0, with the heads                        |
+| colwise                         | sinks, …bias  | column, dim: 0, with the heads                        |
 | moe_tp_experts, all_reduce      | experts       | nothing: the proof finds their copies and their sum   |
+| local_params (as of 5.24)       | attention     | nothing: its vectors have entries of their own        |
 | replicated_with_grad_allreduce  | norm          | replicate: the proof finds the sum of its gradient    |
 | mla_kv_a_proj                   | layer         | replicate: likewise                                   |
+| replicate (as of 5.24)          | layer         | replicate                                             |
 
 All other styles are refused by name. There a name that matches nothing is a warning, so here every pattern
 is optional; what stands in no rule is proven as it is, so a plan that transformers would run to wrong
@@ -48,6 +50,7 @@ LAYER = {  # style of a layer -> the rule
     "embedding_rowwise": Rule(style="vocab"),
     "replicated_with_grad_allreduce": Rule(style="replicate"),
     "mla_kv_a_proj": Rule(style="replicate"),
+    "replicate": Rule(style="replicate"),
 }
 EMBEDDING = ("rowwise", "rowwise_split_input", "embedding_rowwise")  # each cuts the rows of an embedding
 TENSOR = {  # style of a parameter by itself -> (dim counted from the end, sections)
@@ -58,7 +61,8 @@ TENSOR = {  # style of a parameter by itself -> (dim counted from the end, secti
 }
 OLD = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}  # names of one style
 HOLDERS = ("moe_tp_experts", "all_reduce")  # on a module whose own parameters are cut
-VECTORS = ("sinks",)  # parameters with one element a head
+LOCAL = "local_params"  # on the module of such vectors
+VECTORS = ("sinks", "bias")  # how parameters with one element a head end
 MLA = "kv_a_proj"  # how the layers of mla_kv_a_proj are called
 
 ATTENTION = ("self_attn", "attention", "attn")
@@ -68,6 +72,8 @@ KV_KEYS = ("num_key_value_heads", "num_attention_heads", "num_heads")
 HEAD_KEYS = ("num_attention_heads", "num_heads")
 
 REFUSED = {
+    "local_params": "no parameter of this module has an entry of its own",
+    "embedding_colwise": "it cuts the width of an embedding, and autotp cuts its rows",
     "grouped_gemm": "it gives each rank whole experts, and autotp cuts every expert",
     "ep_router": "it gives each rank whole experts, and autotp cuts every expert",
     "megamoe_router": "it belongs to a kernel that computes the experts in its own way",
@@ -110,6 +116,8 @@ def _rule(name: str, style: str, entries: Entries) -> Rule | Why | None:
         if any(_holder(other) == name for other in entries.styles):
             return None
         return Why("no parameter of this module has an entry, so there is nothing to sum")
+    if style == LOCAL and any(_is_vector(n) and _holder(n) == name for n in entries.styles):
+        return None
     if _is_tensor(name, entries):
         return _tensor_rule(name, style, entries)
     if style not in LAYER:
@@ -121,6 +129,8 @@ def _rule(name: str, style: str, entries: Entries) -> Rule | Why | None:
     if _is_embedding(name, entries):
         if style in EMBEDDING:
             return LAYER["embedding_rowwise"]
+        if style == "replicate":
+            return LAYER[style]
         return Why("it cuts the width of an embedding, and autotp cuts its rows")
     rule = LAYER[style]
     heads = _heads(name, entries) if style in ("colwise", "rowwise") else None
@@ -130,7 +140,7 @@ def _rule(name: str, style: str, entries: Entries) -> Rule | Why | None:
 def _tensor_rule(name: str, style: str, entries: Entries) -> Rule | Why:
     if style not in TENSOR:
         return Why("it is for a layer, and this is a parameter by itself")
-    if segments(name)[-1] in VECTORS:
+    if _is_vector(name):
         if style != "colwise":
             return Why("one number a head is cut by colwise")
         return Rule(style="column", dim=0, heads=_heads(name, entries))
@@ -149,7 +159,11 @@ def _is_tensor(name: str, entries: Entries) -> bool:
     if entries.names is not None:
         return any(layer_name(n) == name for n in entries.names.tensors())
     held = entries.styles.get(_holder(name)) in HOLDERS and entries.styles[name] in TENSOR
-    return held or segments(name)[-1] in VECTORS
+    return held or _is_vector(name)
+
+
+def _is_vector(name: str) -> bool:
+    return segments(name)[-1].endswith(VECTORS)
 
 
 def _names_nothing(name: str, entries: Entries) -> bool:

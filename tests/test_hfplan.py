@@ -84,9 +84,32 @@ def test_every_plan_of_transformers_comes_back_or_is_refused_by_name():
 
 
 def test_every_style_of_transformers_is_read_or_refused():
-    read = {*hfplan.LAYER, *hfplan.OLD, *hfplan.HOLDERS, *hfplan.TENSOR}
-    assert not read & (hfplan.REFUSED.keys() - {"packed_rowwise"})
-    assert read | hfplan.REFUSED.keys() == set(ALL_PARALLEL_STYLES.keys())
+    read = {*hfplan.LAYER, *hfplan.OLD, *hfplan.HOLDERS, *hfplan.TENSOR, hfplan.LOCAL}
+    assert not read & (hfplan.REFUSED.keys() - {"packed_rowwise", hfplan.LOCAL})
+    newer = {"local_params", "replicate", "embedding_colwise"}  # as of transformers 5.24
+    assert (read | hfplan.REFUSED.keys()) - newer == set(ALL_PARALLEL_STYLES.keys()) - newer
+
+
+def test_styles_of_newer_versions():
+    block = "layers.*.self_attn"
+    styles = {f"{block}.q_proj": "colwise", f"{block}.o_proj": "rowwise", "gate": "replicate"}
+    vectors = {f"{block}.sinks": "colwise", f"{block}.gate_bias": "colwise", block: "local_params"}
+    plan = Plan.from_transformers(styles | vectors)
+    assert {name: rule.to_data() for name, rule in plan.rules.items()} == {
+        f"{block}.q_proj": "column",
+        f"{block}.o_proj": "row",
+        f"{block}.sinks": {"style": "column", "dim": 0},
+        f"{block}.gate_bias": {"style": "column", "dim": 0},
+        "gate": "replicate",
+    }
+    with pytest.raises(PlanError) as caught:
+        Plan.from_transformers(styles | {block: "local_params", "embed": "embedding_colwise"})
+    assert told(caught.value) == [
+        f"error[AT114]: {block}: style local_params of transformers: no parameter of this module has an "
+        "entry of its own",
+        "error[AT114]: embed: style embedding_colwise of transformers: it cuts the width of an embedding, "
+        "and autotp cuts its rows",
+    ]
 
 
 def test_styles_as_rules():
