@@ -9,13 +9,15 @@ from autotp.match import Matches
 from autotp.placement import INVARIANT, describe, is_whole
 from autotp.propagate.diagnose import rule_line
 from autotp.propagate.propagation import Propagation
-from autotp.trace.graph import Output, TraceError
+from autotp.trace.consulted import Consulted
+from autotp.trace.graph import Output, Trace, TraceError
 from autotp.trace.inputs import Samples
 from autotp.trace.modes import Captured
+from autotp.trace.untouched import CLOSED_OVER
 
 __all__ = [
-    "copied_at_times", "handled", "left_parts", "not_run", "notes", "reads_left", "unreached_layers",
-    "untraceable",
+    "copied_at_times", "handled", "left_parts", "not_run", "notes", "read_around", "reads_left",
+    "unreached_layers", "untraceable",
 ]  # fmt: skip
 
 
@@ -48,6 +50,19 @@ def not_run(found: Captured) -> Iterator[Diagnostic]:
 def left_parts(whole: Propagation) -> list[Output]:
     """What the forward leaves on the model of which each rank holds its own part."""
     return [s for s in whole.trace.stored if not is_whole(whole.layouts.get(s.node, [INVARIANT])[0])]
+
+
+def read_around(trace: Trace, read: Consulted) -> Iterator[Diagnostic]:
+    """What a module that was not looked into may change, and code around it reads, as no trace shows."""
+    for path, names in trace.changed.items():
+        for name in sorted(names & (read.names | read.asked | {CLOSED_OVER})):
+            yield Diagnostic(
+                "AT326",
+                f"its forward asks for the value of a tensor, so it cannot be traced, and it sets {name}, "
+                "which code around it reads",
+                module=path,
+                help=("return what is new as a result",),
+            )
 
 
 def reads_left(whole: Propagation, left: frozenset[str]) -> Iterator[Diagnostic]:

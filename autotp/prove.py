@@ -28,6 +28,7 @@ from autotp.proof_notes import (
     left_parts,
     not_run,
     notes,
+    read_around,
     reads_left,
     unreached_layers,
     untraceable,
@@ -59,7 +60,7 @@ from autotp.trace.handed import handed
 from autotp.trace.inputs import Samples
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Captured, Mode, capture_modes
-from autotp.trace.untouched import untouched
+from autotp.trace.untouched import code_around, untouched
 from autotp.trace.witnesses import sizes_said, witnesses
 
 __all__ = ["prove", "prove_call", "uncollected"]
@@ -175,6 +176,10 @@ class _Prover:
         proof.carried = carried_in(code for code, _ in (*own, *found.watched.spaces))
         if found.traces and proof.cuts:
             proof.read = consulted(found.watched.spaces or own)
+        around = proof.read
+        if not found.watched.spaces:  # a module that is not looked into may read what it sets
+            hidden = {path for _, trace in found.traces for path in trace.changed}
+            around = consulted(code_around(self.module, hidden)) if hidden else around
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         traces = {mode.name: trace for mode, trace in found.traces}
@@ -195,6 +200,7 @@ class _Prover:
             when.setdefault(found.covered.get(mode.name, mode.name), set()).add(word)
             proof.draws |= {by_python(word)} if trace.numbers_drawn else set()
         for mode, whole in ran:
+            proof.diagnostics += read_around(whole.trace, around)
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return

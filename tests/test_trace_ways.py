@@ -164,3 +164,87 @@ def test_rotary_embeddings_of_two_lengths():
     scaling = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
     config = Phi3Config(**SIZES, original_max_position_embeddings=4, rope_scaling=scaling)
     assert autotp.analyze(Phi3ForCausalLM(config), "phi3", tp=3).ok
+
+
+class Says(nn.Module):
+    """A scale that goes by the values, beside what it leaves behind."""
+
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.leaves, self.far, self.last, self.seen = leaves, False, None, []
+        self.gain, self.others = nn.Parameter(torch.tensor(1.3)), []
+
+    def forward(self, x: Tensor, told: dict[str, bool]) -> Tensor:
+        far = x.max() > 5
+        if far and self.leaves == "flag":
+            self.far = True
+        if self.leaves == "tensor":
+            self.last = self.gain * (2 if far else 3)
+        if far and self.leaves == "list":
+            self.seen.append(1)
+        if far and self.leaves == "argument":
+            told["far"] = True
+        if self.leaves == "size" and far:
+            return x * self.others[0].up.bias.shape[0]
+        return x * self.gain
+
+
+class Told(nn.Module):
+    """Code around reads what was left, puts it back, and takes a way that no trace took."""
+
+    def __init__(self, leaves: str) -> None:
+        super().__init__()
+        self.says, self.up, self.down = Says(leaves), nn.Linear(6, 7), nn.Linear(7, 6)
+        self.says.others.append(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        told = {"far": False}
+        h = self.up(self.says(x, told))
+        if self.says.far or self.says.seen or told["far"]:
+            h = h.softmax(-1)
+        h = h if self.says.last is None else h * self.says.last
+        self.says.far, self.says.last = False, None
+        self.says.seen.clear()
+        return self.down(h)
+
+
+LEFT = {
+    "flag": r"AT326.*says.*it sets far, which code around it reads",
+    "tensor": r"AT326.*says.*it sets last, which code around it reads",
+    "list": r"AT326.*says.*it sets seen, which code around it reads",
+    "argument": "AT320.*cannot be traced",
+    "size": r"AT326.*its ops hang on the size of something that is cut, on rank 0",
+}
+
+
+@pytest.mark.parametrize("leaves", LEFT)
+def test_what_a_way_leaves_is_read_by_nobody(leaves):
+    with pytest.raises(PlanError, match=f"(?s){LEFT[leaves]}"):
+        autotp.verify(Told(leaves), PLAN, tp=2, inputs=X)
+
+
+class Dropped(nn.Module):
+    """A dropout on what is cut beside one in a module that asks for truth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks, self.up, self.down = Drops(), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.asks(self.down(nn.functional.dropout(self.up(x), 0.5, self.training)))
+
+
+class Drops(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.25 if x.max() > 5 else 0.5, self.training)
+
+
+def test_whole_values_are_dropped_out_alike_on_every_way():
+    def rank(group) -> Tensor:
+        torch.manual_seed(0)
+        model = autotp.shard(Dropped(), PLAN, group, inputs=X).train()
+        torch.manual_seed(1)
+        return model(X)
+
+    one, other = simulate(2, rank)
+    assert torch.equal(one, other)

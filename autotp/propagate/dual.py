@@ -25,7 +25,7 @@ from autotp.propagate.mapped import MARK, stripped
 from autotp.propagate.ops import arguments_of, op_name, silent, spoken
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.repeated import Unlike, same_repeats
-from autotp.trace.graph import GRADIENT, REPEATED, Trace, TraceError, Val
+from autotp.trace.graph import GRADIENT, OPAQUE, REPEATED, Trace, TraceError, Val
 
 __all__ = ["compare", "failed", "local_call"]
 
@@ -262,6 +262,10 @@ class _Comparison:
                         source=got,
                     )
                 continue
+            if wanted.target is OPAQUE:
+                if ours.get(name) == here:
+                    continue
+                return self._finding(wanted, "AT326", f"{_HANGS}, on rank {self.rank}", help=(_WHOLE,))
             want = expected(op_name(wanted), name, local, here)
             if plain(want) != plain(here):
                 return self._finding(
@@ -322,6 +326,8 @@ def _grad(node: fx.Node) -> bool:
     return any(val is not None and val.grad for val in _vals(node))
 
 
+_HANGS = "its forward asks for the value of a tensor, and its ops hang on the size of something that is cut"
+_WHOLE = "keep the number of the whole model in an attribute of the module"
 _LOCAL = (
     "the model uses a rank's own size here, and the op needs that of the whole model: keep the number in an "
     "attribute, or gather the value first",

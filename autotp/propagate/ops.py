@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.trace.seeds import may_draw
+from autotp.trace.graph import OPAQUE
+from autotp.trace.seeds import DRAWS, may_draw
 
 __all__ = [
     "SILENT",
@@ -46,16 +47,23 @@ def name_of(target: Any) -> str:
 
 def draws(node: fx.Node) -> bool:
     """Whether an op call draws random numbers: not the dropout of an eval forward, or of rate 0."""
-    if not may_draw(node.target):
+    if node.target is OPAQUE:
+        calls = node.meta.get(DRAWS)
+        return calls is None or any(_draws(*call) for call in calls)
+    return _draws(node.target, node.args, node.kwargs)
+
+
+def _draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if not may_draw(target):
         return False
-    named = arguments_of(node)
-    if op_name(node) == "scaled_dot_product_attention":
+    named, name = named_arguments(target, args, kwargs), name_of(target)
+    if name == "scaled_dot_product_attention":
         return bool(named["dropout_p"])
     if "p" in named and "train" in named:
         return bool(named["train"] and named["p"])
-    if op_name(node) == "rrelu":
+    if name == "rrelu":
         return bool(named["training"])
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def rests(node: fx.Node) -> bool:

@@ -12,13 +12,15 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autotp.trace.carried import written_by_its_code
 from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, parameters_of, tensors_in
 from autotp.trace.layers import Layers
 from autotp.trace.repeats import Repeats
+from autotp.trace.seeds import DRAWS
 from autotp.trace.signature import signature, told_of
 from autotp.trace.source import error_span
 from autotp.trace.values import Known, Values, val_of
-from autotp.trace.ways import Way, ways
+from autotp.trace.ways import Way, Ways, ways
 
 __all__ = ["RUNNING", "Boundary", "Calls", "in_place_of"]
 
@@ -184,14 +186,23 @@ class Calls(Values):
                 return inner(*args, **kwargs)
             self.repeats.break_off()
             given = [t for _, t, _ in tensors_in((args, kwargs))]
-            found = self.paused(ways, module, self._way_of(inner, args, kwargs), _is_dynamic)
-            results, used = found or ([next((t for t in given if _differentiable(t)), None)], [])
+            run = self._way_of(inner, args, kwargs)
+            found = self.paused(ways, module, (args, kwargs), run, _is_dynamic)
+            results = (
+                [next((t for t in given if _differentiable(t)), None)] if found is None else found.results
+            )
             if found is None and results[0] is None:
                 raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
             own = [*given, *module.parameters(), *module.buffers()]
-            inside = list({id(t): t for t in (*own, *filter(self.knows, used))}.values())
+            inside = list(
+                {id(t): t for t in (*own, *filter(self.knows, found.used if found else ()))}.values()
+            )
             self.trace.gives.setdefault(path, set()).add(told_of(results[0]))
-            return self._opaque(results, inside, guessed=found is None)
+            left = (
+                found.left if found else {name for m in module.modules() for name in written_by_its_code(m)}
+            )
+            self.trace.changed.setdefault(path, set()).update(left)
+            return self._opaque(results, inside, found)
 
         return forward
 
@@ -207,19 +218,21 @@ class Calls(Values):
 
         return run
 
-    def _opaque(self, results: list[Any], inside: list[torch.Tensor], *, guessed: bool) -> Any:
+    def _opaque(self, results: list[Any], inside: list[torch.Tensor], found: Ways | None) -> Any:
         """The node of an opaque call that takes these tensors, and new tensors like its results."""
         first, spec = pytree.tree_flatten(results[0])
         every = [pytree.tree_leaves(result) for result in results]
         grad = torch.is_grad_enabled()
-        into = guessed and any(t.requires_grad for t in inside)
+        into = found is None and any(t.requires_grad for t in inside)
         made: dict[int, torch.Tensor] = {}
         for place, leaf in enumerate(first):
             if isinstance(leaf, torch.Tensor):
                 needs = grad and (into or any(leaves[place].requires_grad for leaves in every))
                 made[place] = self.paused(_new_like, leaf, needs)
         needed = any(t.requires_grad for t in made.values())
-        node = self.create(OPAQUE, tuple(map(self.node, inside)), {}, inside if needed else [])
+        ops = {} if found is None else {"ops": repr(found.ops)}
+        node = self.create(OPAQUE, tuple(map(self.node, inside)), ops, inside if needed else [])
+        node.meta[DRAWS] = None if found is None else found.draws
         if len(made) == 1:
             (tensor,) = made.values()
             node.meta["val"] = val_of(tensor)

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["carried_in", "functions_of", "methods_of"]
+__all__ = ["carried_in", "functions_of", "methods_of", "written_by_its_code"]
 
 
 def carried_in(codes: Iterable[CodeType]) -> frozenset[str]:
@@ -48,6 +48,17 @@ def methods_of(kind: Any) -> tuple[tuple[type, FunctionType], ...]:
         if isinstance(value, FunctionType) and not name.startswith("__") and name not in _ASIDE
     )
     return tuple((base, f) for base, f in functions if isinstance(f, FunctionType))
+
+
+def written_by_its_code(module: nn.Module) -> frozenset[str]:
+    """The attributes that the methods of a module's class write."""
+    functions = [f for base, f in methods_of(type(module)) if base.__module__.partition(".")[0] != "torch"]
+    return frozenset(
+        each.argval
+        for function in functions
+        for each in dis.get_instructions(function.__code__)
+        if each.opname == "STORE_ATTR"
+    )
 
 
 _ASIDE = ("extra_repr", "reset_parameters")

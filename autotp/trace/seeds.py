@@ -18,10 +18,12 @@ import torch
 from autotp.random import global_states, restore
 from autotp.trace.hooks import modes_off
 
-__all__ = ["SEEDED", "Seeds", "may_draw"]
+__all__ = ["DRAWS", "SEEDED", "Seeds", "may_draw"]
 
 SEEDED = "seeded"
 """The note on a node that draws from a generator which the forward has set."""
+DRAWS = "draws"
+"""The note on the node of a module that was not looked into: the calls in it that may draw; None for any."""
 _SETTING = ("manual_seed", "seed", "set_rng_state")
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from autotp.trace.reached import Reached
 
-__all__ = ["only_forward_is_new", "untouched"]
+__all__ = ["CLOSED_OVER", "Saved", "code_around", "only_forward_is_new", "untouched"]
 
 _CONTAINERS = (dict, list, set, deque)
 _LEAVES = (
@@ -35,7 +35,9 @@ _NUMBERS = frozenset([type(None), bool, int, float, str])
 _EMPTY = frozenset([dict, OrderedDict, list, set])
 
 
-_OPEN: dict[int, _Saved] = {}
+CLOSED_OVER = "what a function closes over"
+_EMPTY_CELL = types.CellType()
+_OPEN: dict[int, Saved] = {}
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
             for module, flag in flags:
                 module.training = flag
         return
-    saved = _OPEN[id(root)] = _Saved()
+    saved = _OPEN[id(root)] = Saved()
     try:
         saved.all_of(root)
         yield
@@ -76,7 +78,20 @@ def _foreign(kind: type) -> bool:
     return package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
 
 
-class _Saved:
+def code_around(root: nn.Module, paths: Iterable[str]) -> list[tuple[types.CodeType, dict[str, Any]]]:
+    """The code that a forward may run, but for that of the modules at `paths`; with its globals."""
+    hidden = {type(module) for path in paths for module in root.get_submodule(path).modules()}
+    reached = Reached(_foreign)
+    reached.begin(
+        {kind for module in root.modules() if type(module) not in hidden for kind in type(module).__mro__
+         if not _foreign(kind)}
+    )  # fmt: skip
+    return [(function.__code__, function.__globals__) for function in reached.functions]
+
+
+class Saved:
+    """How attributes and containers were: `restore` puts them back."""
+
     def __init__(self) -> None:
         self.attributes: list[tuple[Any, dict[str, Any], bool]] = []
         self.containers: list[tuple[Any, Any, bool]] = []
@@ -170,6 +185,45 @@ class _Saved:
                 self.cached.append((value, value.cache_info().misses))
         self.globals.append((vars(module), numbers))
 
+    def has_changed(self) -> bool:
+        """Whether any container is another than it was."""
+        return bool(self._changed_containers())
+
+    def changed(self) -> set[str]:
+        """The names of the attributes, keys and globals that are others than they were, or that hold a
+        container that is; `CLOSED_OVER` of what functions close over."""
+        inside = self._changed_containers()
+        tables = [(table, held) for table, held, _ in self.attributes]
+        tables += [(_raw(live), held or {}) for live, held, _ in self.containers if isinstance(live, dict)]
+        tables += [(dict(vars(kind)), held) for kind, held in self.kinds]
+        tables += [(table, {**table, **numbers}) for table, numbers in self.globals]
+        found = {
+            name
+            for table, held in tables
+            for name in table.keys() | held.keys()
+            if isinstance(name, str)
+            and (table.get(name) is not held.get(name) or _holds(table.get(name), inside))
+        }
+        found |= {name for table, name, value in self.named if table.get(name) is not value}
+        found |= {name for table, names in self.absent for name in names & table.keys()}
+        closed = [(c.cell_contents, value) for c, value in self.cells if c != _EMPTY_CELL]
+        if any(now is not value or _holds(now, inside) for now, value in closed):
+            found.add(CLOSED_OVER)
+        return found
+
+    def _changed_containers(self) -> set[int]:
+        """The ids of the containers that are others than they were, or hold one that is."""
+        live = [(c, _raw(c) if isinstance(c, dict) else c, held) for c, held, _ in self.containers]
+        found = {id(container) for container, now, held in live if _other(now, held or type(now)())}
+        while True:
+            around = {
+                id(container) for container, now, _ in live
+                if any(_holds(v, found) for v in (now.values() if isinstance(now, dict) else now))
+            }  # fmt: skip
+            if not found or around <= found:
+                return found
+            found |= around
+
     def restore(self) -> None:
         for attributes, before, always in self.attributes:
             if _differs(attributes, before) and (always or _tensor_came(attributes, before)):
@@ -246,6 +300,18 @@ def _raw(table: dict[Any, Any]) -> dict[Any, Any]:
 def _differs(live: dict[Any, Any], before: dict[Any, Any]) -> bool:
     same = len(live) == len(before) and all(map(operator.is_, live, before))
     return not same or not all(map(operator.is_, live.values(), before.values()))
+
+
+def _other(live: Any, before: Any) -> bool:
+    if isinstance(live, dict):
+        return _differs(live, before)
+    if isinstance(live, set):
+        return bool(live != before)
+    return [*map(id, live)] != [*map(id, before)]
+
+
+def _holds(value: Any, ids: set[int]) -> bool:
+    return id(value) in ids or (isinstance(value, tuple) and any(id(part) in ids for part in value))
 
 
 def only_forward_is_new(now: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -3,11 +3,16 @@
 A recording knows no values, so such a module is one node of the graph, which nothing sharded may enter. What
 it gives is found by running its forward once for each answer to each question. Where every way gives results
 alike, they are the node's; a way that raises gives none, on any rank.
+
+Its ops are told in words, which must be the same on a rank: nothing in it may hang on the size of a part.
+What a way leaves on the module, or on what hangs on it, shows in no trace, so no code around may read it
+(`Ways.left`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,16 +21,20 @@ from torch.utils import _pytree as pytree
 
 from autotp.trace.branches import unwatched
 from autotp.trace.hooks import symbolic
+from autotp.trace.noted import plain
 from autotp.trace.operands import tensors_of
-from autotp.trace.untouched import untouched
+from autotp.trace.seeds import may_draw
+from autotp.trace.untouched import Saved
 
-__all__ = ["Way", "ways"]
+__all__ = ["Way", "Ways", "ways"]
 
 _MOST = 16  # ways through one module
 _aten = torch.ops.aten
 _TRUTH = (_aten.is_nonzero.default, _aten.item.default, _aten._local_scalar_dense.default)
 
 
+Drawing = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A call of an op that may draw, without its tensors."""
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -38,13 +47,17 @@ class Way:
     `used` are the tensors that its ops took."""
 
     def __init__(self, answers: tuple[bool, ...]) -> None:
-        self.answers, self.used = list(answers), list[torch.Tensor]()
+        self.answers, self.used, self.ops = list(answers), list[torch.Tensor](), list[str]()
+        self.draws: list[Drawing] = []
         self._next = 0
 
     def op(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op's result, by `run` where no question is asked."""
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         self.used += inputs
+        self.ops.append(f"{func}{_said((args, kwargs))}")
+        if may_draw(func):
+            self.draws.append(pytree.tree_map_only(torch.Tensor, lambda _: None, (func, args, kwargs)))
         if func not in _TRUTH or inputs[0].__dict__.get("constant") is not None:
             return run(func, args, kwargs)
         if func is not _TRUTH[0] and inputs[0].dtype is not torch.bool:
@@ -55,29 +68,65 @@ class Way:
         return self.answers[self._next - 1]
 
 
+@dataclass
+class Ways:
+    """What the ways through a module give, the tensors that they took, their ops in words, the calls
+    that may draw random numbers, and the names of what they leave changed."""
+
+    results: list[Any] = field(default_factory=list)
+    used: list[torch.Tensor] = field(default_factory=list)
+    ops: list[tuple[str, ...]] = field(default_factory=list)
+    draws: list[Drawing] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)
+
+
 def ways(
-    module: nn.Module, run: Callable[[Way], Any], is_dynamic: Callable[[BaseException], bool]
-) -> tuple[list[Any], list[torch.Tensor]] | None:
-    """What `run` gives on each way through `module`, and the tensors that it took; None where it cannot be
-    told, or where the ways give what is unlike."""
-    found: list[Any] = []
-    used: list[torch.Tensor] = []
+    module: nn.Module, given: Any, run: Callable[[Way], Any], is_dynamic: Callable[[BaseException], bool]
+) -> Ways | None:
+    """What `run` gives on each way through `module`, which is called with `given`; None where it cannot be
+    told, or where the ways give what is unlike. Raises RuntimeError where a way changes what it is given."""
+    found = Ways()
     todo: list[tuple[bool, ...]] = [()]
+    saved, arguments = Saved(), Saved()
+    saved.all_of(module)
+    arguments.objects([given])
     for _ in range(_MOST):
-        given = todo.pop()
-        way = Way(given)
+        begun = todo.pop()
+        way = Way(begun)
         try:
-            with unwatched(), untouched(module):
-                found.append(run(way))
+            with unwatched():
+                found.results.append(run(way))
         except Exception as error:
             if isinstance(error, _Asked) or is_dynamic(error):
                 return None
-        used += way.used
-        todo += [(*way.answers[:place], True) for place in range(len(given), len(way.answers))]
+        finally:
+            found.left |= saved.changed()
+            changed = arguments.changed() or arguments.has_changed()
+            arguments.restore()
+            saved.restore()
+        if changed:
+            raise RuntimeError(
+                "it asks tensors for the truth, so autotp cannot look into it, and it changes an object that "
+                "it is given: return what is new as a result"
+            )
+        found.used += way.used
+        found.ops.append((*way.ops, str(way.answers)))
+        found.draws += way.draws
+        todo += [(*way.answers[:place], True) for place in range(len(begun), len(way.answers))]
         if not todo:
-            alike = len({_form(result) for result in found}) == 1
-            return (found, used) if alike else None
+            return found if len({_form(result) for result in found.results}) == 1 else None
     return None
+
+
+def _said(value: Any) -> str:
+    """The arguments of an op in words."""
+    leaves, spec = pytree.tree_flatten(value)
+    words = [
+        f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor)
+        else type(leaf).__name__ if isinstance(leaf, torch.Generator) else repr(plain(leaf))
+        for leaf in leaves
+    ]  # fmt: skip
+    return f"{spec}{words}"
 
 
 def _form(result: Any) -> Any:
