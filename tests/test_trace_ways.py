@@ -248,3 +248,52 @@ def test_whole_values_are_dropped_out_alike_on_every_way():
 
     one, other = simulate(2, rank)
     assert torch.equal(one, other)
+
+
+class Gives(nn.Module):
+    """A factor that goes by the values, in a later call with a gradient; or what comes in, as it is."""
+
+    def __init__(self, *, later: bool) -> None:
+        super().__init__()
+        self.later, self.called = later, False
+        self.gain = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.later:
+            return x if x.max() > 5 else x.view_as(x)
+        factor = x.mean(-1, keepdim=True) * (self.gain if self.called else 1) * (2 if x.max() > 5 else 1)
+        factor = factor if self.called else factor.detach()
+        self.called = True
+        return factor
+
+
+class Given(nn.Module):
+    def __init__(self, *, later: bool) -> None:
+        super().__init__()
+        self.gives, self.up, self.down = Gives(later=later), nn.Linear(6, 7), nn.Linear(7, 6)
+        self.later = later
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.later:
+            return self.down(self.up(x) * self.gives(x))
+        made = torch.zeros_like(x[..., :1])
+        self.gives(made).add_(x[..., :1])
+        return self.down(self.up(x) * made)
+
+
+def test_a_later_way_with_a_gradient_raises():
+    def rank(group) -> None:
+        model = autotp.shard(Given(later=True), PLAN, group, inputs=X)
+        model(X)
+        model(X)
+
+    with pytest.raises(
+        UnprovenPath, match=r"^gives: it gives a tensor of 3 dims with gradient, which it gave"
+    ):
+        simulate(2, rank)
+
+
+def test_what_is_given_on_is_not_written():
+    """It is one tensor of two names, and two in the trace."""
+    with pytest.raises(PlanError, match="(?s)AT320.*cannot be traced"):
+        autotp.verify(Given(later=False), PLAN, tp=2, inputs=X)

@@ -35,7 +35,7 @@ from autotp.propagate.remedies import Remedies, Remedy
 from autotp.propagate.rules import RULES
 from autotp.propagate.shapes import VIEWS
 from autotp.propagate.writes import written
-from autotp.trace.graph import GRADIENT, REPEATED, Trace, Val
+from autotp.trace.graph import GRADIENT, OPAQUE, REPEATED, Trace, Val
 from autotp.trace.seeds import SEEDED
 
 __all__ = ["Engine", "Walk", "propagate"]
@@ -380,6 +380,9 @@ class Engine:
 
     def _random(self, call: Call, layout: Layout) -> None:
         """Random numbers on a shard must differ from rank to rank, on whole values be the same."""
+        if call.node.target is OPAQUE:  # a way that no trace had may draw
+            self.result.random_whole.add(call.node.meta["module"])
+            return
         if not draws(call.node):
             if not is_whole(layout) and rests(call.node):
                 self.result.resting.add(call.node.meta["module"])

@@ -38,6 +38,9 @@ class Calls(Values):
         self._modules = list(root.named_modules())
         self._counts: dict[str, int] = {}
         self.way: Way | None = None  # through an opaque module
+        self.given_on: set[Any] = (
+            set()
+        )  # memory that one may have given on: two names in truth, one in no trace
         self._failed: tuple[BaseException, str] | None = None
         self._signatures: dict[int, tuple[tuple[str, Any], ...]] = {}  # by function: layers share theirs
 
@@ -188,21 +191,19 @@ class Calls(Values):
             given = [t for _, t, _ in tensors_in((args, kwargs))]
             run = self._way_of(inner, args, kwargs)
             found = self.paused(ways, module, (args, kwargs), run, _is_dynamic)
-            results = (
-                [next((t for t in given if _differentiable(t)), None)] if found is None else found.results
-            )
-            if found is None and results[0] is None:
+            guess = next((t for t in given if _differentiable(t)), None)
+            if found is None and guess is None:
                 raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
             own = [*given, *module.parameters(), *module.buffers()]
-            inside = list(
-                {id(t): t for t in (*own, *filter(self.knows, found.used if found else ()))}.values()
-            )
-            self.trace.gives.setdefault(path, set()).add(told_of(results[0]))
-            left = (
-                found.left if found else {name for m in module.modules() for name in written_by_its_code(m)}
-            )
+            if found is None:
+                results, left = [guess], {name for m in module.modules() for name in written_by_its_code(m)}
+            else:
+                results, left = found.results, found.left
+                own += filter(self.knows, found.used)
             self.trace.changed.setdefault(path, set()).update(left)
-            return self._opaque(results, inside, found)
+            out = self._opaque(results, list({id(t): t for t in own}.values()), found)
+            self.trace.gives.setdefault(path, set()).add(self.paused(told_of, out))
+            return out
 
         return forward
 
@@ -225,10 +226,15 @@ class Calls(Values):
         grad = torch.is_grad_enabled()
         into = found is None and any(t.requires_grad for t in inside)
         made: dict[int, torch.Tensor] = {}
+        entered = {key[0] for t in inside if (key := self._key(t)) is not None}
         for place, leaf in enumerate(first):
             if isinstance(leaf, torch.Tensor):
                 needs = grad and (into or any(leaves[place].requires_grad for leaves in every))
                 made[place] = self.paused(_new_like, leaf, needs)
+                keys = [self._key(leaves[place]) for leaves in every] if found is not None else []
+                given_on = {key[0] for key in keys if key is not None} & entered
+                if given_on and (key := self._key(made[place])) is not None:
+                    self.given_on |= {*given_on, key[0]}
         needed = any(t.requires_grad for t in made.values())
         ops = {} if found is None else {"ops": repr(found.ops)}
         node = self.create(OPAQUE, tuple(map(self.node, inside)), ops, inside if needed else [])

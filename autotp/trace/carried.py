@@ -52,7 +52,8 @@ def methods_of(kind: Any) -> tuple[tuple[type, FunctionType], ...]:
 
 def written_by_its_code(module: nn.Module) -> frozenset[str]:
     """The attributes that the methods of a module's class write."""
-    functions = [f for base, f in methods_of(type(module)) if base.__module__.partition(".")[0] != "torch"]
+    kind: Any = type(module)
+    functions = [f for base, f in methods_of(kind) if base.__module__.partition(".")[0] != "torch"]
     return frozenset(
         each.argval
         for function in functions

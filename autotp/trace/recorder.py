@@ -239,6 +239,12 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
                 "a loop over rows that values decide asks for the number of a row: data-dependent"
             )
         written = written_by(func, args, kwargs)
+        if self.given_on and any(
+            key[0] in self.given_on for t in written if (key := self._key(t)) is not None
+        ):
+            raise RuntimeError(
+                "it writes in place into what a module that cannot be looked into may have given on as it is"
+            )
         mutated = [self.node(t) for t in written]
         if any(node.target is REPEATED for node in mutated):
             raise Different("")

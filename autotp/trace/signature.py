@@ -116,12 +116,13 @@ def coarse(word: str) -> str:
 
 
 def told_of(result: Any) -> frozenset[tuple[str, str]]:
-    """The coarse words of what a module gives.
+    """The coarse words of what a module gives, with which tensors require a gradient.
 
     >>> sorted(told_of((torch.zeros(2, 3), 1.5)))
     [('', 'tuple of 2'), ('[0]', 'a tensor of 2 dims'), ('[1]', '1.5')]
     """
-    return frozenset((place, coarse(word)) for place, word in described(result, "").items())
+    words = described(result, "").items()
+    return frozenset((p, coarse(w) + (GRADIENT if w.endswith(GRADIENT) else "")) for p, w in words)
 
 
 def with_gradient(word: str) -> str:
