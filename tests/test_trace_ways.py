@@ -295,5 +295,5 @@ def test_a_later_way_with_a_gradient_raises():
 
 def test_what_is_given_on_is_not_written():
     """It is one tensor of two names, and two in the trace."""
-    with pytest.raises(PlanError, match="(?s)AT320.*cannot be traced"):
+    with pytest.raises(PlanError, match=r"(?s)AT320.*cannot be traced"):
         autotp.verify(Given(later=False), PLAN, tp=2, inputs=X)
