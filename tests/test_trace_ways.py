@@ -129,6 +129,39 @@ def test_what_cannot_be_told_is_refused(number):
         autotp.verify(Turned(Unlike(number=number)), PLAN, tp=2, inputs=X)
 
 
+class Numbered(nn.Module):
+    """It asks for a number, and reads what another module has."""
+
+    def __init__(self, *, told: bool) -> None:
+        super().__init__()
+        self.others, self.told = [], told
+
+    def forward(self, x: Tensor, far: dict[str, bool] | None) -> Tensor:
+        big = x.max().item() > 5
+        if far is not None:
+            far["far"] = big
+        return x * self.others[0].bias.shape[0] if big and not self.told else x * 2
+
+
+class Holds(nn.Module):
+    def __init__(self, *, told: bool) -> None:
+        super().__init__()
+        self.asks, self.up, self.down = Numbered(told=told), nn.Linear(6, 7), nn.Linear(7, 6)
+        self.told = told
+        self.asks.others.append(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        far: dict[str, bool] = {}
+        h = self.up(self.asks(x, far if self.told else None))
+        return self.down(h.softmax(-1) if far.get("far") else h)
+
+
+@pytest.mark.parametrize(("told", "code"), ((True, "AT320"), (False, "AT326")))
+def test_what_a_module_that_asks_for_numbers_may_read_or_change(told, code):
+    with pytest.raises(PlanError, match=code):
+        autotp.verify(Holds(told=told), PLAN, tp=2, inputs=X)
+
+
 SIZES = {
     "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": 6,
     "num_key_value_heads": 6, "vocab_size": 48, "max_position_embeddings": 32, "pad_token_id": 0,

@@ -19,6 +19,7 @@ from autotp.trace.repeats import Repeats
 from autotp.trace.seeds import DRAWS
 from autotp.trace.signature import signature, told_of
 from autotp.trace.source import error_span
+from autotp.trace.untouched import Saved
 from autotp.trace.values import Known, Values, val_of
 from autotp.trace.ways import Way, Ways, ways
 
@@ -196,6 +197,9 @@ class Calls(Values):
                 raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
             own = [*given, *module.parameters(), *module.buffers()]
             if found is None:
+                if any(type(value) in (dict, list, set) for value in (*args, *kwargs.values())):
+                    raise RuntimeError("an opaque module is given what it may change, and autotp cannot tell")
+                own += [tensor for other in self._held_by(module) for tensor in other.parameters()]
                 results, left = [guess], {name for m in module.modules() for name in written_by_its_code(m)}
             else:
                 results, left = found.results, found.left
@@ -206,6 +210,12 @@ class Calls(Values):
             return out
 
         return forward
+
+    def _held_by(self, module: nn.Module) -> list[nn.Module]:
+        """The modules of the model that a module holds besides its own, whose tensors it may read."""
+        held, own = Saved(), {id(part) for part in module.modules()}
+        held.objects([module])
+        return [other for _, other in self._modules if id(other) in held.seen - own]
 
     def _way_of(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
