@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from autotp.diagnostic import Diagnostic, Span
 from autotp.match import Matches
@@ -53,9 +54,19 @@ def left_parts(whole: Propagation) -> list[Output]:
 
 
 def read_around(trace: Trace, read: Consulted) -> Iterator[Diagnostic]:
-    """What a module that was not looked into may change, and code around it reads, as no trace shows."""
+    """What a module that was not looked into may change, and code around it reads, as no trace shows; and
+    modules of which nobody knows what they read, change and give."""
+    for path in sorted(trace.guessed):
+        yield Diagnostic(
+            "AT326",
+            "its forward asks for a number of a tensor (`.item()`, `.tolist()`, `nonzero`), or gives what is "
+            "unlike by the answers, so it is not known what it reads, changes and gives",
+            module=path,
+            help=("let it decide by the truth of a tensor alone (`if x.max() > n:`), with results alike",),
+        )
     for path, names in trace.changed.items():
-        for name in sorted(names & (read.names | read.asked | {CLOSED_OVER})):
+        known = read.names | read.asked | _words(read) | {CLOSED_OVER}
+        for name in sorted(names if read.any_name else names & known):
             yield Diagnostic(
                 "AT326",
                 f"its forward asks for the value of a tensor, so it cannot be traced, and it sets {name}, "
@@ -63,6 +74,16 @@ def read_around(trace: Trace, read: Consulted) -> Iterator[Diagnostic]:
                 module=path,
                 help=("return what is new as a result",),
             )
+
+
+def _words(read: Consulted) -> set[str]:
+    """Words of the globals that code names, by which it may ask attributes."""
+    if "getattr" not in read.names:
+        return set()
+    values: list[Any] = [space.table.get(name) for space, names in read.globals for name in names]
+    tables = (tuple, list, set, frozenset, dict)
+    parts = [part for value in values for part in (value if type(value) in tables else (value,))]
+    return {part for part in parts if type(part) is str}
 
 
 def reads_left(whole: Propagation, left: frozenset[str]) -> Iterator[Diagnostic]:

@@ -180,6 +180,7 @@ class _Prover:
         if not found.watched.spaces:  # a module that is not looked into may read what it sets
             hidden = {path for _, trace in found.traces for path in trace.changed}
             around = consulted(code_around(self.module, hidden)) if hidden else around
+            around = replace(around, any_name=False)  # it names more than what runs
         for mode, error in found.failed if found.traces else found.failed[:1]:
             proof.diagnostics.append(untraceable(error, mode.name, self.samples, warning=bool(found.traces)))
         traces = {mode.name: trace for mode, trace in found.traces}
@@ -200,7 +201,7 @@ class _Prover:
             when.setdefault(found.covered.get(mode.name, mode.name), set()).add(word)
             proof.draws |= {by_python(word)} if trace.numbers_drawn else set()
         for mode, whole in ran:
-            proof.diagnostics += read_around(whole.trace, around)
+            proof.diagnostics += read_around(whole.trace, around) if proof.cuts else ()
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,7 +158,7 @@ class Holds(nn.Module):
         return self.down(h.softmax(-1) if far.get("far") else h)
 
 
-@pytest.mark.parametrize(("told", "code"), ((True, "AT320"), (False, "AT326")))
+@pytest.mark.parametrize(("told", "code"), ((True, "AT326"), (False, "AT326")))
 def test_what_a_module_that_asks_for_numbers_may_read_or_change(told, code):
     with pytest.raises(PlanError, match=code):
         autotp.verify(Holds(told=told), PLAN, tp=2, inputs=X)
@@ -330,3 +332,87 @@ def test_what_is_given_on_is_not_written():
     """It is one tensor of two names, and two in the trace."""
     with pytest.raises(PlanError, match=r"(?s)AT320.*cannot be traced"):
         autotp.verify(Given(later=False), PLAN, tp=2, inputs=X)
+
+
+class Leaves(nn.Module):
+    """It asks for the truth, and changes what no table of attributes shows."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does, self.far, self.box = does, False, SimpleNamespace(far=False)
+        self.counts = bytearray(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = bool(x.max() > 5)
+        if self.does == "tensor":
+            x.near = not far
+        elif self.does == "variable":
+            NEAR.set(not far)
+        elif self.does == "bytes":
+            self.counts[0] = not far
+        elif self.does == "namespace":
+            self.box.near = not far
+        elif self.does == "gradients":
+            torch.set_grad_enabled(not far)
+        elif self.does == "raises" and far:
+            raise ValueError("far")
+        elif self.does == "same":
+            return x if far else x * 2
+        elif self.does == "strides":
+            return x.mT.contiguous().mT * 2 if far else x.contiguous() * 2
+        else:
+            self.far = far
+        return x * 2
+
+
+NEAR: ContextVar[bool] = ContextVar("NEAR")
+FIELDS = ("far",)
+
+
+class Sees(nn.Module):
+    """It goes by what was changed, and another way than any trace."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.leaves, self.up, self.down, self.does = Leaves(does), nn.Linear(6, 7), nn.Linear(7, 6), does
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, far = x.clone(), False
+        try:
+            h = self.leaves(x)
+        except ValueError:
+            h, far = x, True
+        if self.does == "tensor":
+            far = not x.near
+        elif self.does == "variable":
+            far = not NEAR.get()
+        elif self.does == "bytes":
+            far = not self.leaves.counts[0]
+        elif self.does == "namespace":
+            far = not self.leaves.box.near
+        elif self.does == "gradients":
+            far = not torch.is_grad_enabled()
+        elif self.does == "same":
+            far = h is x
+        elif self.does == "strides":
+            far = not h.is_contiguous()
+        elif self.does == "table":
+            far = vars(self.leaves)["far"]
+        elif self.does == "words":
+            far = any(getattr(self.leaves, name) for name in FIELDS)
+        h = self.up(h)
+        return self.down(h.softmax(-1) if far else h)
+
+
+HIDDEN = {
+    "tensor": "AT320", "variable": "AT326.*sets NEAR", "bytes": "AT326.*sets counts",
+    "namespace": "AT326.*sets box", "gradients": "AT320", "raises": "AT320", "same": "AT326.*a number",
+    "strides": "AT326.*a number", "table": "AT326.*sets far", "words": "AT326.*sets far",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("does", HIDDEN)
+def test_what_no_table_shows_is_read_by_nobody(does):
+    with pytest.raises(PlanError, match=f"(?s){HIDDEN[does]}"):
+        autotp.verify(Sees(does), PLAN, tp=2, inputs=X)
+    assert torch.is_grad_enabled()

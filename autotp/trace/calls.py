@@ -12,14 +12,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.trace.carried import written_by_its_code
 from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, parameters_of, tensors_in
 from autotp.trace.layers import Layers
 from autotp.trace.repeats import Repeats
 from autotp.trace.seeds import DRAWS
 from autotp.trace.signature import signature, told_of
 from autotp.trace.source import error_span
-from autotp.trace.untouched import Saved
 from autotp.trace.values import Known, Values, val_of
 from autotp.trace.ways import Way, Ways, ways
 
@@ -197,25 +195,17 @@ class Calls(Values):
                 raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
             own = [*given, *module.parameters(), *module.buffers()]
             if found is None:
-                if any(type(value) in (dict, list, set) for value in (*args, *kwargs.values())):
-                    raise RuntimeError("an opaque module is given what it may change, and autotp cannot tell")
-                own += [tensor for other in self._held_by(module) for tensor in other.parameters()]
-                results, left = [guess], {name for m in module.modules() for name in written_by_its_code(m)}
+                results = [guess]
+                self.trace.guessed.add(path)
             else:
-                results, left = found.results, found.left
+                results = found.results
                 own += filter(self.knows, found.used)
-            self.trace.changed.setdefault(path, set()).update(left)
+                self.trace.changed.setdefault(path, set()).update(found.left)
             out = self._opaque(results, list({id(t): t for t in own}.values()), found)
             self.trace.gives.setdefault(path, set()).add(self.paused(told_of, out))
             return out
 
         return forward
-
-    def _held_by(self, module: nn.Module) -> list[nn.Module]:
-        """The modules of the model that a module holds besides its own, whose tensors it may read."""
-        held, own = Saved(), {id(part) for part in module.modules()}
-        held.objects([module])
-        return [other for _, other in self._modules if id(other) in held.seen - own]
 
     def _way_of(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -240,6 +230,9 @@ class Calls(Values):
         for place, leaf in enumerate(first):
             if isinstance(leaf, torch.Tensor):
                 needs = grad and (into or any(leaves[place].requires_grad for leaves in every))
+                if (again := next((n for n in made if first[n] is leaf), None)) is not None:
+                    made[place] = made[again]
+                    continue
                 made[place] = self.paused(_new_like, leaf, needs)
                 keys = [self._key(leaves[place]) for leaves in every] if found is not None else []
                 given_on = {key[0] for key in keys if key is not None} & entered
@@ -249,13 +242,14 @@ class Calls(Values):
         ops = {} if found is None else {"ops": repr(found.ops)}
         node = self.create(OPAQUE, tuple(map(self.node, inside)), ops, inside if needed else [])
         node.meta[DRAWS] = None if found is None else found.draws
-        if len(made) == 1:
-            (tensor,) = made.values()
+        new = list({id(tensor): tensor for tensor in made.values()}.values())
+        if len(new) == 1:
+            (tensor,) = new
             node.meta["val"] = val_of(tensor)
             self.bind(tensor, node)
         else:
-            node.meta["val"] = list(map(val_of, made.values())) or None
-            for number, tensor in enumerate(made.values()):
+            node.meta["val"] = list(map(val_of, new)) or None
+            for number, tensor in enumerate(new):
                 part = self.trace.graph.create_node("call_function", operator.getitem, (node, number))
                 part.meta.update(node.meta, val=val_of(tensor), grads=set(), mutates=[])
                 self.bind(tensor, part)

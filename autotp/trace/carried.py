@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["carried_in", "functions_of", "methods_of", "written_by_its_code"]
+__all__ = ["carried_in", "functions_of", "methods_of", "stored_in"]
 
 
 def carried_in(codes: Iterable[CodeType]) -> frozenset[str]:
@@ -50,18 +50,21 @@ def methods_of(kind: Any) -> tuple[tuple[type, FunctionType], ...]:
     return tuple((base, f) for base, f in functions if isinstance(f, FunctionType))
 
 
-def written_by_its_code(module: nn.Module) -> frozenset[str]:
-    """The attributes that the methods of a module's class write."""
-    kind: Any = type(module)
-    functions = [f for base, f in methods_of(kind) if base.__module__.partition(".")[0] != "torch"]
-    return frozenset(
-        each.argval
-        for function in functions
-        for each in dis.get_instructions(function.__code__)
-        if each.opname == "STORE_ATTR"
-    )
+def stored_in(codes: Iterable[CodeType]) -> frozenset[str]:
+    """The names of attributes and globals that these codes, and those inside of them, may set or delete."""
+    return frozenset[str]().union(*map(_stored, codes))
 
 
+@lru_cache(maxsize=4096)
+def _stored(code: CodeType) -> frozenset[str]:
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in _STORING}
+    if not _SETTING.isdisjoint(code.co_names):
+        found |= {word for word in code.co_consts if type(word) is str}
+    return frozenset(found).union(*(_stored(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+_STORING = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL")
+_SETTING = frozenset(["setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "setitem"])
 _ASIDE = ("extra_repr", "reset_parameters")
 
 

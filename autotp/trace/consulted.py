@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from torch import nn
+
 __all__ = ["Consulted", "Space", "asked_in", "consulted", "names_in"]
 
 
@@ -40,12 +42,14 @@ def _space(name: str) -> Space:
 @dataclass(frozen=True)
 class Consulted:
     """`names` of attributes and globals that the code has, words that it may ask attributes by (`asked`),
-    `variables` of the environment, and the globals that it names of each file."""
+    `variables` of the environment, and the globals that it names of each file; `any_name` where it may read an
+    attribute whose name it does not have."""
 
     names: frozenset[str] = frozenset()
     asked: frozenset[str] = frozenset()
     variables: frozenset[str] = frozenset()
     globals: tuple[tuple[Space, frozenset[str]], ...] = ()
+    any_name: bool = False
 
 
 def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
@@ -58,11 +62,12 @@ def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
     (['getattr', 'print'], frozenset({'flag'}), frozenset({'print'}))
     """
     tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    codes = []
+    codes, any_name = [], False
     for code, table in ran:
         names = names_in([code])
         tables.setdefault(id(table), (table, set()))[1].update(name for name in names if name in table)
         codes.append(code)
+        any_name |= not _ANY.isdisjoint(names) and not _of_an_object(code, table)
     return Consulted(
         names_in(codes),
         asked_in(codes),
@@ -70,10 +75,18 @@ def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
         tuple(
             (Space(str(table.get("__name__")), table), frozenset(names)) for table, names in tables.values()
         ),
+        any_name,
     )
 
 
+def _of_an_object(code: CodeType, table: dict[str, Any]) -> bool:
+    """Whether it is a method of a class that is no module, which looks at its own attributes."""
+    kind = table.get(code.co_qualname.partition(".")[0])
+    return isinstance(kind, type) and not issubclass(kind, nn.Module)
+
+
 _ASKING = frozenset(["getattr", "hasattr"])
+_ANY = frozenset(["__dict__", "vars", "attrgetter", "getattr_static"])
 _ENVIRONMENT = frozenset(["environ", "getenv"])
 
 

@@ -162,6 +162,9 @@ def capture_modes(module: nn.Module, samples: Samples, layers: Layers | None = N
                 traces[known].compared += new
                 for path, words in trace.gives.items():
                     traces[known].gives.setdefault(path, set()).update(words)
+                for path, names in trace.changed.items():
+                    traces[known].changed.setdefault(path, set()).update(names)
+                traces[known].guessed |= trace.guessed
                 for name, readers in trace.handed.items():
                     traces[known].handed.setdefault(name, set()).update(readers)
             else:

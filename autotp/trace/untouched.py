@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
+import re
 import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
+from autotp.trace.carried import stored_in
+from autotp.trace.consulted import names_in
 from autotp.trace.reached import Reached
 
 __all__ = ["CLOSED_OVER", "Saved", "code_around", "only_forward_is_new", "untouched"]
@@ -75,7 +80,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
 def _foreign(kind: type) -> bool:
     """Classes whose attributes no model changes: torch's own, Python's own."""
     package = kind.__module__.partition(".")[0]
-    return package == "torch" or (package in sys.stdlib_module_names and package != "__main__")
+    return package in ("torch", "numpy") or (package in sys.stdlib_module_names and package != "__main__")
 
 
 def code_around(root: nn.Module, paths: Iterable[str]) -> list[tuple[types.CodeType, dict[str, Any]]]:
@@ -104,6 +109,7 @@ class Saved:
         self.absent: list[tuple[dict[str, Any], frozenset[str]]] = []
         self.loose: list[Any] = []
         self.seen: set[int] = set()
+        self.reached = Reached(_foreign)
 
     def all_of(self, root: nn.Module) -> None:
         """Everything that `untouched` speaks of."""
@@ -114,9 +120,9 @@ class Saved:
         for name in {kind.__module__ for kind in kinds}:
             if name in sys.modules and name != "builtins":
                 self.file(sys.modules[name])
-        reached = Reached(_foreign)
-        reached.begin(kinds, self.loose)
-        self.code(reached)
+        self.reached = Reached(_foreign)
+        self.reached.begin(kinds, self.loose)
+        self.code(self.reached)
 
     def code(self, reached: Reached) -> None:
         """What functions keep: defaults, what they close over, caches, and the globals that they name."""
@@ -211,6 +217,14 @@ class Saved:
             found.add(CLOSED_OVER)
         return found
 
+    def may_change(self) -> frozenset[str]:
+        """The names of what the code may change and `changed` cannot tell of: attributes of what is not looked
+        at (tensors, objects with slots), and what keeps its state where no one sees it."""
+        codes = [function.__code__ for function in self.reached.functions]
+        names = names_in(codes)
+        tables = [table for table, _, _ in self.attributes] + [table for table, _ in self.reached.globals]
+        return stored_in(codes) | {n for table in tables for n in names & table.keys() if _hides(table[n])}
+
     def _changed_containers(self) -> set[int]:
         """The ids of the containers that are others than they were, or hold one that is."""
         live = [(c, _raw(c) if isinstance(c, dict) else c, held) for c, held, _ in self.containers]
@@ -259,6 +273,19 @@ class Saved:
         for function, misses in self.cached:
             if function.cache_info().misses != misses:
                 function.cache_clear()
+
+
+def _hides(value: Any) -> bool:
+    """Whether an object of another's class may keep what is no attribute that is looked at."""
+    kind = type(value)
+    if kind in _PLAIN or kind in _CODE or isinstance(value, (*_LEAVES, *_CONTAINERS, *_UNCHANGED)):
+        return False
+    return not isinstance(value, nn.Module) and not hasattr(value, "cache_info") and _foreign(kind)
+
+
+_UNCHANGED = (
+    tuple, frozenset, range, slice, Enum, re.Pattern, logging.Logger, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 def _put_back(live: Any, now: Any, before: Any) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.trace.branches import unwatched
+from autotp.trace.handled import may_be_caught
 from autotp.trace.hooks import symbolic
 from autotp.trace.noted import plain
 from autotp.trace.operands import tensors_of
@@ -30,6 +31,15 @@ __all__ = ["Way", "Ways", "ways"]
 
 _MOST = 16  # ways through one module
 _aten = torch.ops.aten
+_OURS = ("constant",)  # attributes of tensors that are the recording's
+_CAUGHT = (
+    "it asks tensors for the truth, so autotp cannot look into it, and it raises by the answer what code "
+    "around may catch: let it return what is to be told"
+)
+_SET = (
+    "it asks tensors for the truth, so autotp cannot look into it, and it changes how torch computes, or "
+    "what hangs on a tensor of others: return what is new as a result"
+)
 _TRUTH = (_aten.is_nonzero.default, _aten.item.default, _aten._local_scalar_dense.default)
 
 
@@ -84,12 +94,16 @@ def ways(
     module: nn.Module, given: Any, run: Callable[[Way], Any], is_dynamic: Callable[[BaseException], bool]
 ) -> Ways | None:
     """What `run` gives on each way through `module`, which is called with `given`; None where it cannot be
-    told, or where the ways give what is unlike. Raises RuntimeError where a way changes what it is given."""
+    told, or where the ways give what is unlike. Raises RuntimeError where a way changes what it is given, or
+    how torch computes, or raises what code around may catch."""
     found = Ways()
+    inputs = [*tensors_of([given]), *module.parameters(), *module.buffers()]
     todo: list[tuple[bool, ...]] = [()]
     saved, arguments = Saved(), Saved()
     saved.all_of(module)
     arguments.objects([given])
+    found.left |= saved.may_change()
+    state = _state(inputs)
     for _ in range(_MOST):
         begun = todo.pop()
         way = Way(begun)
@@ -99,11 +113,18 @@ def ways(
         except Exception as error:
             if isinstance(error, _Asked) or is_dynamic(error):
                 return None
+            if may_be_caught():
+                raise RuntimeError(_CAUGHT) from error
         finally:
             found.left |= saved.changed()
             changed = arguments.changed() or arguments.has_changed()
             arguments.restore()
             saved.restore()
+            now = _state(inputs)
+            torch.set_grad_enabled(state[0])
+            torch.set_default_dtype(state[1])
+        if now != state:
+            raise RuntimeError(_SET)
         if changed:
             raise RuntimeError(
                 "it asks tensors for the truth, so autotp cannot look into it, and it changes an object that "
@@ -114,7 +135,7 @@ def ways(
         found.draws += way.draws
         todo += [(*way.answers[:place], True) for place in range(len(begun), len(way.answers))]
         if not todo:
-            return found if len({_form(result) for result in found.results}) == 1 else None
+            return found if len({_form(result, inputs) for result in found.results}) == 1 else None
     return None
 
 
@@ -129,13 +150,31 @@ def _said(value: Any) -> str:
     return f"{spec}{words}"
 
 
-def _form(result: Any) -> Any:
-    """What a result is like: its structure, and of each tensor dtype, device and shape."""
+def _state(inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+    """What code around may ask besides values: how torch computes, and of each tensor what hangs on it."""
+    how = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+    return *how, [(*_seen(t), id(t.grad) if t.is_leaf else 0) for t in inputs]
+
+
+def _seen(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is seen of a tensor besides its values and sizes."""
+    own = tuple(sorted(name for name in tensor.__dict__ if name not in _OURS))
+    return type(tensor), tensor.requires_grad, tensor.is_leaf, own
+
+
+def _form(result: Any, inputs: list[torch.Tensor]) -> Any:
+    """What a result is like: its structure, of each tensor dtype, device, sizes and strides, and which of
+    those before it, or of the `inputs`, it is."""
     leaves, spec = pytree.tree_flatten(result)
-    return str(spec), tuple(map(_leaf, leaves))
+    known = [*inputs, *leaves]
+    return str(spec), tuple(_leaf(leaf, known) for leaf in leaves)
 
 
-def _leaf(value: Any) -> Any:
+def _leaf(value: Any, known: list[Any]) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value), repr(value)
-    return None if symbolic(value) else (tuple(value.shape), value.dtype, value.device)
+    same = next(place for place, other in enumerate(known) if other is value)
+    if symbolic(value):
+        return type(value), same
+    strides = value.stride() if value.layout is torch.strided else value.layout
+    return tuple(value.shape), strides, value.dtype, value.device, type(value), _seen(value)[-1], same
