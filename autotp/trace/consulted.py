@@ -42,8 +42,8 @@ def _space(name: str) -> Space:
 @dataclass(frozen=True)
 class Consulted:
     """`names` of attributes and globals that the code has, words that it may ask attributes by (`asked`),
-    `variables` of the environment, and the globals that it names of each file; `any_name` where it may read an
-    attribute whose name it does not have."""
+    `variables` of the environment, and the globals that it names of each file; `any_name` where it may read
+    an attribute whose name it does not have."""
 
     names: frozenset[str] = frozenset()
     asked: frozenset[str] = frozenset()

@@ -218,8 +218,8 @@ class Saved:
         return found
 
     def may_change(self) -> frozenset[str]:
-        """The names of what the code may change and `changed` cannot tell of: attributes of what is not looked
-        at (tensors, objects with slots), and what keeps its state where no one sees it."""
+        """The names of what the code may change and `changed` cannot tell of: attributes of what is not
+        looked at (tensors, objects with slots), and what keeps its state where no one sees it."""
         codes = [function.__code__ for function in self.reached.functions]
         names = names_in(codes)
         tables = [table for table, _, _ in self.attributes] + [table for table, _ in self.reached.globals]
