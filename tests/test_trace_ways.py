@@ -356,6 +356,14 @@ class Leaves(nn.Module):
             torch.set_grad_enabled(not far)
         elif self.does == "raises" and far:
             raise ValueError("far")
+        elif self.does == "endless":
+            while not x.max() < 5:
+                x = x / 2
+        elif self.does == "caught":
+            try:
+                x.tolist()
+            except Exception:
+                return x * 3
         elif self.does == "same":
             return x if far else x * 2
         elif self.does == "strides":
@@ -407,7 +415,8 @@ class Sees(nn.Module):
 HIDDEN = {
     "tensor": "AT320", "variable": "AT326.*sets NEAR", "bytes": "AT326.*sets counts",
     "namespace": "AT326.*sets box", "gradients": "AT320", "raises": "AT320", "same": "AT326.*a number",
-    "strides": "AT326.*a number", "table": "AT326.*sets far", "words": "AT326.*sets far",
+    "strides": "AT326.*a number", "endless": "AT326.*a number",
+    "caught": "AT326.*a number", "table": "AT326.*sets far", "words": "AT326.*sets far",
 }  # fmt: skip
 
 

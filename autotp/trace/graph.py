@@ -117,7 +117,8 @@ class Trace:
     modules, `opaque` the modules that were not looked into, `gives` what those give, in words, `changed` the
     names of what they may leave changed, `guessed` those of which even what they give is a guess, `route` how
     the trace was made: "recorder" or "export". `repeats` are the layers whose ops are left
-    out, since another layer's say the same; what they give is read through `REPEATED` nodes. `compared` are the sizes that the model's code compares, `asked` what comes out of what
+    out, since another layer's say the same; what they give is read through `REPEATED` nodes. `compared`
+    are the sizes that the model's code compares, `asked` what comes out of what
     it asks of them, of each forward, `handed` the parameters that code reads off a module that is not its
     own, and which code (`handed.py`). `numbers_drawn`
     says whether Python's or numpy's generator was drawn from.

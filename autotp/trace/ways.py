@@ -59,7 +59,12 @@ class Way:
     def __init__(self, answers: tuple[bool, ...]) -> None:
         self.answers, self.used, self.ops = list(answers), list[torch.Tensor](), list[str]()
         self.draws: list[Drawing] = []
-        self._next = 0
+        self._next = self._pending = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether an op raised."""
+        return self._pending > 0
 
     def op(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op's result, by `run` where no question is asked."""
@@ -68,12 +73,18 @@ class Way:
         self.ops.append(f"{func}{_said((args, kwargs))}")
         if may_draw(func):
             self.draws.append(pytree.tree_map_only(torch.Tensor, lambda _: None, (func, args, kwargs)))
+        self._pending += 1  # until it is answered: the module may catch what is raised here
         if func not in _TRUTH or inputs[0].__dict__.get("constant") is not None:
-            return run(func, args, kwargs)
+            result = run(func, args, kwargs)
+            self._pending -= 1
+            return result
         if func is not _TRUTH[0] and inputs[0].dtype is not torch.bool:
             raise _Asked(f"{func} gives a number")
         if self._next == len(self.answers):
+            if self._next == _MOST:
+                raise _Asked("too much")
             self.answers.append(False)
+        self._pending -= 1
         self._next += 1
         return self.answers[self._next - 1]
 
@@ -110,6 +121,8 @@ def ways(
         try:
             with unwatched():
                 found.results.append(run(way))
+            if way.failed:
+                return None
         except Exception as error:
             if isinstance(error, _Asked) or is_dynamic(error):
                 return None
