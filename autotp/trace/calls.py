@@ -18,6 +18,7 @@ from autotp.trace.repeats import Repeats
 from autotp.trace.seeds import DRAWS
 from autotp.trace.signature import signature, told_of
 from autotp.trace.source import error_span
+from autotp.trace.untouched import Saved
 from autotp.trace.values import Known, Values, val_of
 from autotp.trace.ways import Way, Ways, ways
 
@@ -201,11 +202,19 @@ class Calls(Values):
                 results = found.results
                 own += filter(self.knows, found.used)
                 self.trace.changed.setdefault(path, set()).update(found.left)
+                if found.left:  # by which a later call may go another way
+                    own += [t for other in self._held_by(module) for t in other.parameters()]
             out = self._opaque(results, list({id(t): t for t in own}.values()), found)
             self.trace.gives.setdefault(path, set()).add(self.paused(told_of, out))
             return out
 
         return forward
+
+    def _held_by(self, module: nn.Module) -> list[nn.Module]:
+        """The modules of the model that a module may reach besides its own."""
+        held, own = Saved(), {id(part) for part in module.modules()}
+        held.all_of(module)
+        return [other for _, other in self._modules if id(other) in held.seen - own]
 
     def _way_of(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
