@@ -17,7 +17,7 @@ from autotp.trace.layers import Layers
 from autotp.trace.repeats import Repeats
 from autotp.trace.seeds import DRAWS
 from autotp.trace.signature import signature, told_of
-from autotp.trace.source import error_span
+from autotp.trace.source import error_span, is_installed
 from autotp.trace.untouched import Saved
 from autotp.trace.values import Known, Values, val_of
 from autotp.trace.ways import Way, Ways, ways
@@ -183,8 +183,9 @@ class Calls(Values):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            """One node. Its results are those of the ways through the module, where they can be told, else
-            one that is guessed to be like the first floating tensor that goes in."""
+            """One node. Its results are those of the ways through the module, where they can be told. Else
+            one is guessed to be like the first floating tensor that goes in: of installed code, as experts
+            are that loop over their tokens; of a user's own code the proof refuses it."""
             if self.way is not None:
                 return inner(*args, **kwargs)
             self.repeats.break_off()
@@ -195,15 +196,19 @@ class Calls(Values):
             if found is None and guess is None:
                 raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
             own = [*given, *module.parameters(), *module.buffers()]
-            if found is None:
-                results = [guess]
-                self.trace.guessed.add(path)
-            else:
-                results = found.results
+            if found is not None:
+                results, left = found.results, found.left
                 own += filter(self.knows, found.used)
-                self.trace.changed.setdefault(path, set()).update(found.left)
-                if found.left:  # by which a later call may go another way
-                    own += [t for other in self._held_by(module) for t in other.parameters()]
+            elif is_installed(type(module)):
+                if any(type(value) in (dict, list, set) for value in (*args, *kwargs.values())):
+                    raise RuntimeError("an opaque module is given what it may change, and autotp cannot tell")
+                results, left = [guess], self.paused(_may_change, module)
+            else:
+                results, left = [guess], set()
+                self.trace.guessed.add(path)
+            self.trace.changed.setdefault(path, set()).update(left)
+            if left or found is None:  # by which a later call may go another way
+                own += [t for other in self._held_by(module) for t in other.parameters()]
             out = self._opaque(results, list({id(t): t for t in own}.values()), found)
             self.trace.gives.setdefault(path, set()).add(self.paused(told_of, out))
             return out
@@ -274,6 +279,12 @@ def _is_dynamic(error: BaseException) -> bool:
     names = ("DataDependent", "DynamicOutputShape", "UnsupportedMutationAliasing")
     text = f"{type(error).__name__}: {error}"
     return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
+
+
+def _may_change(module: nn.Module) -> set[str]:
+    saved = Saved()
+    saved.all_of(module)
+    return set(saved.may_change())
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,16 @@ import torch
 
 from autotp.diagnostic import Span
 
-__all__ = ["caller_span", "error_span", "is_editable", "is_library", "line_span", "outermost", "shown"]
+__all__ = [
+    "caller_span",
+    "error_span",
+    "is_editable",
+    "is_installed",
+    "is_library",
+    "line_span",
+    "outermost",
+    "shown",
+]
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -37,6 +46,11 @@ def is_library(filename: str) -> bool:
     if "site-packages" in filename.rpartition(_LIBRARIES[2])[2]:
         return filename.startswith(_LIBRARIES[:2])
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
+
+
+def is_installed(kind: type) -> bool:
+    """Whether a class is of an installed package, and not of somebody's own files."""
+    return "site-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
 # What torch and einops wrote of layers as a person would, with sizes of the whole model in it.
