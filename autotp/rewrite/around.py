@@ -22,7 +22,7 @@ from torch import nn
 from autotp.trace.consulted import Consulted
 from autotp.trace.signature import described
 
-__all__ = ["MISSING", "Table", "around", "has_number", "holds", "is_plain", "kept", "same", "word_of"]
+__all__ = ["MISSING", "Cell", "Table", "around", "has_number", "holds", "is_plain", "kept", "same", "word_of"]
 
 
 class MISSING:
@@ -88,7 +88,8 @@ def name_of(kind: type) -> str:
 def _inside(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-            yield f"<{name}>", _Cell(cell), name
+            if not _is_own(Cell(cell).get("", None)):
+                yield f"<{name}>", Cell(cell), name
         return
     if isinstance(value, (staticmethod, classmethod, property, functools.partial, MethodType)):
         inner = (
@@ -111,16 +112,16 @@ def _inside(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
 _OF_MODULES = frozenset(dir(nn.Module)) - {"forward"}
 
 
-class _Cell:
+class Cell:
     """What a function closes over."""
 
     def __init__(self, cell: CellType) -> None:
-        self._cell = cell
+        self.cell = cell
 
     def get(self, key: str, default: Any, /) -> Any:
         """What stands in it."""
         try:
-            return self._cell.cell_contents
+            return self.cell.cell_contents
         except ValueError:
             return default
 
@@ -138,6 +139,11 @@ def _is_others(value: Any) -> bool:
     name = value.__name__ if isinstance(value, ModuleType) else value.__module__
     package = str(name).partition(".")[0]
     return package in _FOREIGN or (package in sys.stdlib_module_names and package != "__main__")
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is a function that autotp wrote into an edited one."""
+    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] == "autotp"
 
 
 _FOREIGN = ("torch", "numpy", "autotp", "einops", "builtins")
@@ -184,7 +190,7 @@ def word_of(value: Any, deep: int = 3) -> str:
         return "gone"
     if isinstance(value, FunctionType):
         words = list(described(value, "").values())[:1]
-        held = [cell.get("", MISSING) for cell in map(_Cell, value.__closure__ or ())]
+        held = [cell.get("", MISSING) for cell in map(Cell, value.__closure__ or ())]
         held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return " ".join([*words, *(word_of(part, deep - 1) for part in held)]) if deep else words[0]
     if isinstance(value, MethodType):

@@ -14,13 +14,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from types import MappingProxyType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autotp.rewrite.around import MISSING, Table, around, has_number, holds, is_plain, kept, same, word_of
+from autotp.rewrite.around import MISSING, Cell, Table, around, has_number, holds, is_plain, kept, same, word_of
 from autotp.trace.carried import methods_of
 from autotp.trace.consulted import Consulted, asked_in, names_in
 
@@ -110,8 +110,9 @@ class Attributes:
         assert self._seen is not None
         if self._first is not None and self._first[0][self._first[1]].dtype != self._now:
             return True
-        if any(_SURROUNDINGS[name]() != was for name, was in self._around.items()):
-            return True
+        for name, was in self._around.items():
+            if _SURROUNDINGS[name]() != was:
+                return True
         for held, size in self._sizes:  # what came into being
             if len(held) != size:
                 return True
@@ -177,11 +178,16 @@ class _Seen:
 
     def __init__(self, places: Iterable[tuple[Table, str]]) -> None:
         self._values: list[tuple[Any, str, Any]] = []  # in dicts, where most stay the same objects
+        self._cells: list[tuple[CellType, Any]] = []
         self._others: list[tuple[Table, str, Any]] = []
         for table, key in places:
             value = table.get(key, MISSING)
-            in_dict = isinstance(table, (dict, MappingProxyType)) and value is not MISSING
-            (self._values if in_dict else self._others).append((table, key, kept(value)))
+            if value is not MISSING and isinstance(table, Cell):
+                self._cells.append((table.cell, kept(value)))
+            elif value is not MISSING and isinstance(table, (dict, MappingProxyType)):
+                self._values.append((table, key, kept(value)))
+            else:
+                self._others.append((table, key, kept(value)))
 
     def is_other(self) -> bool:
         """Whether anything else stands there now."""
@@ -189,7 +195,10 @@ class _Seen:
             for table, key, value in self._values:
                 if table[key] is not value and not same(table[key], value):
                     return True
-        except KeyError:
+            for cell, value in self._cells:
+                if cell.cell_contents is not value and not same(cell.cell_contents, value):
+                    return True
+        except (KeyError, ValueError):  # nothing stands there
             return True
         for place, key, value in self._others:
             now = place.get(key, MISSING)

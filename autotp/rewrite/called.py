@@ -262,7 +262,8 @@ class _Forward:
         self.guard.look(model, self.attributes, args, kwargs)
         was, within.inside = within.inside, True
         try:
-            return _inner(model, self.own)(*args, **kwargs)
+            own = self.own
+            return type(model).forward(model, *args, **kwargs) if own is None else own(*args, **kwargs)
         finally:
             within.inside = was
 
@@ -289,11 +290,11 @@ class _Part(_Forward):
         self.called: Called | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, within = self.model(), self.within
-        assert module is not None
+        module, within, own = self.model(), self.within, self.own
         model = None if within.inside or within.model is None else within.model()
-        if model is None:
-            return _inner(module, self.own)(*args, **kwargs)
+        if model is None:  # the usual way, in every block: it is kept short
+            return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+        assert module is not None
         if self.called is None:
             self.called = within.guard.part(model, self.path)
         assert within.attributes is not None

@@ -59,7 +59,11 @@ def wrapper_of(
 
 
 def _local(sizes: Sequence[Size], rank: int, where: str, note: Note | None) -> Callable[[Any], Any]:
+    usual, part = (sizes[0].whole, sizes[0].parts[rank]) if sizes else (None, None)
+
     def local(value: Any) -> Any:
+        if value == usual:  # what `localised` would give, in every call
+            return part
         found = localised(sizes, value, rank)
         if found is not None:
             return found
