@@ -212,9 +212,8 @@ def work(tp: int, runs: int, layers: int) -> dict[str, Any]:
 def main(runs: int = RUNS, layers: int = LAYERS, tp: int = 2) -> int:
     ranks = on_ranks(work, tp, runs, layers)
     late = []
-    print(
-        f"Llama 1024 × {layers}, {TOKENS} tokens, tp={tp}: time a rank, median of {runs} or more interleaved runs"
-    )
+    told = f"time a rank, median of {runs} or more interleaved runs"
+    print(f"Llama 1024 × {layers}, {TOKENS} tokens, tp={tp}: {told}")
     for kind in KINDS:
         base = mean_of(ranks, kind, "hand-written", "cpu")
         for name in CONTENDERS:

@@ -244,6 +244,7 @@ def test_b5_an_odd_hidden_size(features):
     exact(models.MLP(features, 33), PLAN, 2, inputs=torch.randn(5, features))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("half", "line"),
     [
@@ -279,6 +280,7 @@ def bytes_held(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_i2_the_bytes_of_each_rank(tp):
     model = models.llama(num_hidden_layers=1)

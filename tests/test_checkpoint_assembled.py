@@ -95,6 +95,7 @@ def test_names_and_parts_as_transformers_has_them(tmp_path):
     assert assembled(torch.nn.Linear(2, 2), ["other"]) == {}
 
 
+@pytest.mark.slow
 def test_a_missing_expert_is_told(tmp_path):
     from safetensors.torch import load_file, save_file
 

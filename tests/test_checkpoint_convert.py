@@ -398,6 +398,7 @@ def test_a_plan_object_and_a_file_do_the_same(tmp_path):
     assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Two blocks of a MiB in each lane, whatever the size: the peak of what Python allocates."""
     import tracemalloc

@@ -183,6 +183,7 @@ def refusal(folder, out, **options):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_names_that_are_not_the_models_are_refused_before_anything_is_written(tmp_path):
     """transformers writes a ViT under the names of its older self, which it knows; others nobody does."""
     model, _ = saved("vit", tmp_path / "in")

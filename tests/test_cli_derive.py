@@ -90,6 +90,7 @@ def test_what_is_gathered_is_a_comment(here):
     assert comments.startswith("#   0.weight [2,112 bytes]: softmax over dim 1, which is sharded:")
 
 
+@pytest.mark.slow
 def test_auto_is_derived_from_a_config(here):
     bert_checkpoint(here / "bert", **TINY_BERT)
     code, out, _ = run("derive", "bert", "--tp", 2)

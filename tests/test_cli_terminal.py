@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from autotp.cli import target as targets
 from autotp.cli.progress import progress
 from tests.command_line import ROOT, TINY_BERT, plan_file, run
@@ -137,6 +139,7 @@ def test_names_that_a_terminal_cannot_show(here):
     assert done.stdout.startswith(b"caf\\xe9: plan bert (shipped)")
 
 
+@pytest.mark.slow
 def test_what_nobody_foresaw_is_one_message(tmp_path, monkeypatch):
     (tmp_path / "odd.py").write_text(
         "from torch import nn\n"

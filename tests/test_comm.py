@@ -222,6 +222,7 @@ def late(rank: int, size: int) -> tuple[str, str, bool]:
     return result
 
 
+@pytest.mark.slow
 def test_a_rank_that_gave_up_is_not_paired_with_a_late_one(ranks) -> None:
     gave_up = (
         "rank 0 waited 0.5 s for rank 1 of its group [0, 1]: every rank of the group must make the same call"

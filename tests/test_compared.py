@@ -183,6 +183,7 @@ def _alone(x, h):
     return h[..., : int(h.shape[-1])]
 
 
+@pytest.mark.slow
 def test_sizes_that_are_asked_alone_are_proven():
     assert autotp.verify(Between(_alone), PLAN, tp=3, inputs=INPUTS).ok
 
@@ -203,6 +204,7 @@ def _usual(x, h):
     return h.view(batch, length, width)[:, : x.size(1)].view(-1, width).view(h.size())
 
 
+@pytest.mark.slow
 def test_comparisons_of_the_same_kind_of_sizes_are_proven():
     assert autotp.verify(Between(_usual), PLAN, tp=3, inputs=INPUTS).ok
 

@@ -630,6 +630,7 @@ class Apart(nn.Module):
         return self.odd(x).softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "captures"),
     [(Block, ["repeats"]), (MeanBlock, ["repeats", "every"])],
@@ -655,6 +656,7 @@ def test_layers_that_repeat_are_recorded_once(layer, captures, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_frozen_and_bfloat16_weights_are_cut_alike():
     model = models.randomised(models.llama()).bfloat16()
     for name, parameter in model.named_parameters():

@@ -86,6 +86,7 @@ def test_gathered_and_split():
     assert found.steps[1].why == "every input is whole"
 
 
+@pytest.mark.slow
 def test_layers_side_by_side_share_a_copy():
     found = autotp.explain(models.llama(), "layers.0.self_attn", "llama", tp=2)
     mapped = {s.module: (s.mappings, s.why) for s in found.steps if s.op == "linear"}
@@ -271,6 +272,7 @@ def test_nothing_is_touched():
 # The screen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

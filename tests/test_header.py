@@ -47,6 +47,7 @@ arrays = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrays, st.none() | st.dictionaries(st.text(max_size=4), st.text(max_size=4), min_size=1, max_size=2))
 def test_reads_what_the_library_writes(tmp_path_factory, shapes, metadata):

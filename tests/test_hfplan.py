@@ -52,6 +52,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.slow
 def test_every_plan_of_transformers_comes_back_or_is_refused_by_name():
     counts: Counter[str] = Counter()
     for name, cls in config_classes().items():
@@ -241,6 +242,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str | None]] = {
 QUICK = ("Phi3", "Gemma2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in FAMILIES]
 )

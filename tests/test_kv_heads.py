@@ -121,6 +121,7 @@ def compare_training(results, tp):
             assert (parts[name] - wanted).abs().max() < 1e-10, (rank, name)
 
 
+@pytest.mark.slow
 def test_training_keeps_the_copies_equal():
     compare_training(simulate(4, trained), 4)
 
@@ -238,6 +239,7 @@ def test_headers_cut_a_checkpoint_that_merges_and_loads(tmp_path):
     assert written.keys() == wanted.keys() and all(torch.equal(written[n], wanted[n]) for n in wanted)
 
 
+@pytest.mark.slow
 def test_optimizer_state_of_shared_heads_goes_to_other_ranks(tmp_path):
     x = torch.randn(2, 5, 12, dtype=torch.float64)
 

@@ -74,6 +74,7 @@ ANY_PATTERN = (
 )
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(ANY_PATTERN, ANY_RULE, min_size=1, max_size=4),
     st.dictionaries(ANY_NAME, ANY_MODULE, max_size=5),

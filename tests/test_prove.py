@@ -16,6 +16,7 @@ from tests.test_reads import qwen3
 FFN = {"fc1": "column", "fc2": "row"}
 
 
+@pytest.mark.slow
 def test_all_layers_stand_after_a_proof():
     model = qwen3(num_hidden_layers=5)
     autotp.analyze(model, dict(autotp.Plan.load("llama").rules), tp=2)
@@ -95,6 +96,7 @@ def test_a_shard_left_on_the_model_is_told():
     assert analysis.ok and [d.severity for d in told] == ["warning"] and "hidden" in told[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "plan"),
     [

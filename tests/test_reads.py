@@ -94,6 +94,7 @@ def test_pickle_keeps_it(ranks):
     assert ranks(2)(_pickled) == [True, True]
 
 
+@pytest.mark.slow
 def test_the_weight_of_a_layer_is_never_read_in_parts():
     """A forgotten layer is refused; it is not sliced behind the user's back."""
     analysis = autotp.analyze(models.llama(), {"gate_proj": "column", "down_proj": "row"}, tp=2)

@@ -76,7 +76,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def costly(factory: Callable[[], nn.Module]) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if factory is models.llama else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=costly(f)) for n, (f, _) in CASES.items()])
 def test_message(name):
     factory, tp = CASES[name]
     plan = autotp.Plan.load(FOLDER / f"{name}.yaml")
@@ -108,6 +112,7 @@ FOLLOWED = {
 del FOLLOWED["of other sizes"][2]["self_attn.v_proj"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_remedies_work_as_they_are_written(name):
     """The first line for the plan that each error gives, until there is none."""

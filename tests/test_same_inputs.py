@@ -170,6 +170,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DRAWS)
 def test_numbers_that_a_forward_draws_are_drawn_alike(kind):
     draw, seed, told = DRAWS[kind]

@@ -416,6 +416,7 @@ def test_a_second_attempt_is_traced_in_the_same_mode():
 # -- around the model
 
 
+@pytest.mark.slow
 def test_a_sharded_transformers_model_does_not_save_parts():
     def rank(group):
         model = autotp.shard(models.llama(num_hidden_layers=1), "llama", group)

@@ -76,6 +76,7 @@ class Rounds(nn.Module):
         return self.fc2(h.tanh().flatten(-2))
 
 
+@pytest.mark.slow
 def test_what_one_round_has_edited_the_next_one_leaves():
     plan = {"fc1": {"style": "column", "heads": 3}, "fc2": {"style": "row", "heads": 3}}
     model = Rounds()
@@ -136,6 +137,7 @@ def _counted(rank, size):
 DIRECTIONS = ("forward", "backward")
 
 
+@pytest.mark.slow
 def test_collectives_run_as_often_as_the_analysis_says(ranks):
     # in forward each statistic and the row layer; in backward the statistics, fc1, weight and bias
     wanted = [(2, 4), (3, 5), (4, 6)]

@@ -118,6 +118,7 @@ def alike(one, two, tensors):
     return told(one) == told(two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "no gradients"])
 def test_a_kernel_gives_what_a_run_gives(grad):
     """The forms are drawn, so that each op meets many of them. What a run refuses, no kernel may give."""

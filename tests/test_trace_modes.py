@@ -237,6 +237,7 @@ def test_the_list_of_modes():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_decoder_is_also_given_the_states_of_an_encoder():
     """Where matrices are read in no other mode; BERT takes them, too, but has no cross attention."""
     names = {}

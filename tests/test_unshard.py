@@ -116,6 +116,7 @@ def test_a_pickled_model_comes_back(ranks) -> None:
     assert ranks(2)(pickled) == [True, True]
 
 
+@pytest.mark.slow
 def test_transformers_saves_again() -> None:
     def rank(group: Group) -> None:
         model = models.bert(num_hidden_layers=1)

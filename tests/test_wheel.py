@@ -79,6 +79,7 @@ def test_what_the_wheel_holds(wheel):
     assert {name for name in names if name.endswith(".py")} == modules
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_loads_its_plans(install, wheel):
     found, home = install(str(wheel))
     assert Path(found["package"]).is_relative_to(home)
@@ -88,6 +89,7 @@ def test_the_installed_wheel_loads_its_plans(install, wheel):
     assert found["torch"] is False
 
 
+@pytest.mark.slow
 def test_the_editable_install_loads_the_plans_of_the_checkout(install):
     found, _ = install("--editable", str(ROOT))
     assert Path(found["package"]).parent == ROOT / "autotp"

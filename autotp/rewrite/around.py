@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import numpy
@@ -22,7 +22,7 @@ from torch import nn
 from autotp.trace.consulted import Consulted
 from autotp.trace.signature import described
 
-__all__ = ["MISSING", "Cell", "Table", "around", "has_number", "holds", "is_plain", "kept", "same", "word_of"]
+__all__ = ["MISSING", "Seen", "Table", "around", "has_number", "holds", "is_plain", "kept", "same", "word_of"]
 
 
 class MISSING:
@@ -88,8 +88,8 @@ def name_of(kind: type) -> str:
 def _inside(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-            if not _is_own(Cell(cell).get("", None)):
-                yield f"<{name}>", Cell(cell), name
+            if not _is_own(_Cell(cell).get("", None)):
+                yield f"<{name}>", _Cell(cell), name
         return
     if isinstance(value, (staticmethod, classmethod, property, functools.partial, MethodType)):
         inner = (
@@ -112,7 +112,7 @@ def _inside(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
 _OF_MODULES = frozenset(dir(nn.Module)) - {"forward"}
 
 
-class Cell:
+class _Cell:
     """What a function closes over."""
 
     def __init__(self, cell: CellType) -> None:
@@ -190,7 +190,7 @@ def word_of(value: Any, deep: int = 3) -> str:
         return "gone"
     if isinstance(value, FunctionType):
         words = list(described(value, "").values())[:1]
-        held = [cell.get("", MISSING) for cell in map(Cell, value.__closure__ or ())]
+        held = [cell.get("", MISSING) for cell in map(_Cell, value.__closure__ or ())]
         held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return " ".join([*words, *(word_of(part, deep - 1) for part in held)]) if deep else words[0]
     if isinstance(value, MethodType):
@@ -201,3 +201,37 @@ def word_of(value: Any, deep: int = 3) -> str:
     if is_plain(value) or isinstance(value, torch.Tensor):
         return " ".join(described(value, "").values())
     return type(value).__name__
+
+
+class Seen:
+    """What stood in some places."""
+
+    def __init__(self, places: Iterable[tuple[Table, str]]) -> None:
+        self._values: list[tuple[Any, str, Any]] = []  # in dicts, where most stay the same objects
+        self._cells: list[tuple[CellType, Any]] = []
+        self._others: list[tuple[Table, str, Any]] = []
+        for table, key in places:
+            value = table.get(key, MISSING)
+            if value is not MISSING and isinstance(table, _Cell):
+                self._cells.append((table.cell, kept(value)))
+            elif value is not MISSING and isinstance(table, (dict, MappingProxyType)):
+                self._values.append((table, key, kept(value)))
+            else:
+                self._others.append((table, key, kept(value)))
+
+    def is_other(self) -> bool:
+        """Whether anything else stands there now."""
+        try:
+            for table, key, value in self._values:
+                if table[key] is not value and not same(table[key], value):
+                    return True
+            for cell, value in self._cells:
+                if cell.cell_contents is not value and not same(cell.cell_contents, value):
+                    return True
+        except (KeyError, ValueError):  # nothing stands there
+            return True
+        for place, key, value in self._others:
+            now = place.get(key, MISSING)
+            if now is not value and not same(now, value):
+                return True
+        return False

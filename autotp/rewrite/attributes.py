@@ -12,15 +12,25 @@ the code asks of torch itself (`torch.is_inference_mode_enabled()`) is looked at
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from types import CellType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autotp.rewrite.around import MISSING, Cell, Table, around, has_number, holds, is_plain, kept, same, word_of
+from autotp.rewrite.around import (
+    MISSING,
+    Seen,
+    Table,
+    around,
+    has_number,
+    holds,
+    is_plain,
+    kept,
+    same,
+    word_of,
+)
 from autotp.trace.carried import methods_of
 from autotp.trace.consulted import Consulted, asked_in, names_in
 
@@ -49,7 +59,7 @@ class Attributes:
         self._around = self.asked
         self.modules: dict[str, Any] = {"": model} | {place: child for place, _, _, child in _children(model)}
         self.words = {place: word_of(table.get(key, MISSING)) for place, table, key in self._outside()}
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._sizes: list[tuple[dict[str, Any], int]] = []
         for place, held in _holders(self.modules):
             path = place[0]
@@ -99,7 +109,7 @@ class Attributes:
             for module in self.modules.values():
                 new = _hidden(_class(module), self.read.names, self.read.asked) - module._modules.keys()
                 seen += [(module._modules, key) for key in new]
-            self._seen = _Seen(seen)
+            self._seen = Seen(seen)
             self._around = {name: _SURROUNDINGS[name]() for name in self.asked}
             self.replaced = ", ".join(self._others(model))
             self.state = ", ".join(filter(None, (self.replaced, *self._told(model, holders, words))))
@@ -171,40 +181,6 @@ class Attributes:
             "asked": self.asked, "_around": self.asked, "words": self.words, "modules": self.modules,
             "_seen": None, "_sizes": [],
         }  # fmt: skip
-
-
-class _Seen:
-    """What stood in some places."""
-
-    def __init__(self, places: Iterable[tuple[Table, str]]) -> None:
-        self._values: list[tuple[Any, str, Any]] = []  # in dicts, where most stay the same objects
-        self._cells: list[tuple[CellType, Any]] = []
-        self._others: list[tuple[Table, str, Any]] = []
-        for table, key in places:
-            value = table.get(key, MISSING)
-            if value is not MISSING and isinstance(table, Cell):
-                self._cells.append((table.cell, kept(value)))
-            elif value is not MISSING and isinstance(table, (dict, MappingProxyType)):
-                self._values.append((table, key, kept(value)))
-            else:
-                self._others.append((table, key, kept(value)))
-
-    def is_other(self) -> bool:
-        """Whether anything else stands there now."""
-        try:
-            for table, key, value in self._values:
-                if table[key] is not value and not same(table[key], value):
-                    return True
-            for cell, value in self._cells:
-                if cell.cell_contents is not value and not same(cell.cell_contents, value):
-                    return True
-        except (KeyError, ValueError):  # nothing stands there
-            return True
-        for place, key, value in self._others:
-            now = place.get(key, MISSING)
-            if now is not value and not same(now, value):
-                return True
-        return False
 
 
 @lru_cache(maxsize=1024)

@@ -290,11 +290,11 @@ class _Part(_Forward):
         self.called: Called | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, within, own = self.model(), self.within, self.own
+        module: Any = self.model()
+        within, own = self.within, self.own
         model = None if within.inside or within.model is None else within.model()
         if model is None:  # the usual way, in every block: it is kept short
             return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
-        assert module is not None
         if self.called is None:
             self.called = within.guard.part(model, self.path)
         assert within.attributes is not None

@@ -78,7 +78,6 @@ class SameInputs:
         everyone = within(self.group).exchange(mine, timeout=TIMEOUT)
         _refuse(type(module).__name__, everyone)
 
-
     def _leave(self, module: nn.Module) -> None:
         """The last forward is compared: a module with a hook is called more slowly than one without."""
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self and not self.left]:
