@@ -203,6 +203,29 @@ def test_it_is_taken_back_and_copied():
     assert not compares(autotp.shard(mlp(), PLAN, group_of(None)))  # one rank has no other
 
 
+@pytest.mark.parametrize("forwards", [1, 2, True])
+def test_nothing_is_left_of_it_on_the_model_after_its_last_forward(forwards):
+    """A module with a hook is called more slowly than one without."""
+
+    def here(group):
+        model, ran = mlp(), []
+        model.register_forward_pre_hook(lambda module, inputs: ran.append("first"))
+        autotp.shard(model, PLAN, group, inputs=torch.zeros(2, 6), check_inputs=forwards)
+        model.register_forward_pre_hook(lambda module, inputs: ran.append("last"))
+        copied, found = copy.deepcopy(model), []
+        ran.clear()  # of the traces
+        for one in (model, copied):
+            for _ in range(3):
+                one(torch.ones(2, 6))
+                found.append(compares(one))
+            assert len(one._forward_pre_hooks_with_kwargs) == compares(one)
+        assert ran == ["first", "last"] * 6
+        return found
+
+    left = [forwards is True or forwards > number for number in (1, 2, 3)]
+    assert simulate(2, here) == [left * 2] * 2
+
+
 def test_a_graph_compares_too():
     def here(group):
         graph = autotp.shard(mlp().eval(), PLAN, group, inputs=torch.zeros(2, 6), form="graph")
