@@ -157,11 +157,16 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "out") == []
 
 
-def test_free_bytes_count_what_the_last_run_left(tmp_path):
-    before = free_bytes(tmp_path / "a" / "b")
+def test_free_bytes_count_what_the_last_run_left(tmp_path, monkeypatch):
+    """Other processes write on the same disk meanwhile: how full it is, is set."""
+    asked = []
+    usage = SimpleNamespace(free=7 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or usage)
+    assert free_bytes(tmp_path / "a" / "b") == 7 << 20
     partial(tmp_path / "out").mkdir()
-    (partial(tmp_path / "out") / "file").write_bytes(bytes(1 << 24))
-    assert free_bytes(tmp_path / "out") >= before - (1 << 23)
+    (partial(tmp_path / "out") / "file").write_bytes(random.randbytes(1 << 24))
+    assert (7 << 20) + (1 << 24) <= free_bytes(tmp_path / "out") <= (8 << 20) + (1 << 24)
+    assert asked == [tmp_path, tmp_path]
 
 
 TENSORS = {f"up.{i}.weight": random_tensor("F32", (1024, 512), i) for i in range(6)}
