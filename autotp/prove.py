@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from autotp.analysis import Analysis
 from autotp.diagnostic import Diagnostic, Span, errors
 from autotp.inventory import Inventory
 from autotp.match import Matches
-from autotp.placement import INVARIANT, Shard, is_whole
+from autotp.placement import INVARIANT, is_whole
 from autotp.proof import Proof
 from autotp.proof_notes import (
     copied_at_times,
@@ -33,25 +33,22 @@ from autotp.proof_notes import (
     unreached_layers,
     untraceable,
 )
-from autotp.propagate.borders import borders, mixed_random
-from autotp.propagate.compared import asked_of_cuts, comparisons
+from autotp.propagate.compared import asked_of_cuts
 from autotp.propagate.diagnose import diagnose
-from autotp.propagate.engine import propagate
-from autotp.propagate.findings import finding_at, finding_in
+from autotp.propagate.findings import finding_in
 from autotp.propagate.given import calls_of, guard_of
 from autotp.propagate.mapped import counted
-from autotp.propagate.merged import Sum, between, meeting, merged, within_layers
+from autotp.propagate.merged import between, meeting, merged, within_layers
 from autotp.propagate.ops import draws
-from autotp.propagate.planned import raw_modules
 from autotp.propagate.propagation import Propagation
-from autotp.propagate.reads import Read, held_reads
-from autotp.propagate.regions import Region
-from autotp.propagate.repeated import Unlike, for_twins, marks, spread, with_twins
+from autotp.propagate.reads import held_reads
+from autotp.propagate.repeated import Unlike, for_twins, marks, with_twins
 from autotp.propagate.size_guards import size_guards
 from autotp.random import by_python
 from autotp.rewrite.edits.edit import Edits
 from autotp.rewrite.parts_of_sums import is_looked_at
 from autotp.rewrite.rank_runs import RankRuns
+from autotp.settle import Known, Sums, decisions, let_out, put_back, settle
 from autotp.trace.branches import unreached
 from autotp.trace.carried import carried_in, functions_of
 from autotp.trace.consulted import consulted
@@ -64,8 +61,6 @@ from autotp.trace.untouched import code_around, untouched
 from autotp.trace.witnesses import sizes_said, witnesses
 
 __all__ = ["prove", "prove_call", "uncollected"]
-
-ROUNDS = 8  # until cuts and reads are the same in every mode; two suffice for what was seen
 
 
 def prove(
@@ -147,12 +142,7 @@ class _Prover:
         self.first = dict(inventory.aliases)
         tensors = inventory.tensors()
         self.shapes = {n: t.shape for n, t in tensors.items()}
-        raw = raw_modules(matches)
-        self.kinds = {
-            t.name: "other" if m.path in raw else m.kind
-            for m in inventory.modules.values()
-            for t in m.tensors.values()
-        }
+        self.known = Known.of(matches, inventory)
         # On one rank nothing is cut, and the traces only show that the model runs.
         cuts = matches.layouts if matches.tp > 1 else {}
         self.proof = Proof({self.first.get(n, n): cut for n, cut in cuts.items()})
@@ -246,73 +236,11 @@ class _Prover:
             groups.setdefault(tuple(sorted(inputs.items())), []).append(path)
         return tuple(tuple(readers) for readers in groups.values() if len(readers) > 1)
 
-    def _propagated(
-        self,
-        traces: Mapping[str, Trace],
-        unreduced: frozenset[str] = frozenset(),
-        sums: Mapping[str, Mapping[fx.Node, Sum]] | None = None,
-    ) -> dict[str, Propagation]:
-        """Every mode's layouts, with the same cuts and reads in all of them. Where a value is used whole and
-        on shards, what meets a shard is copied at that use, and not where it is read."""
-        before = self._settled()
-        found = self._walked(traces, unreduced, sums)
-        findings = [finding for whole in found.values() for finding in whole.findings]
-        if (
-            self.stands is not None
-            or self.proof.at_use
-            or not any(f.conflict.code == "AT305" for f in findings)
-        ):
-            return found
-        after = self._settled()
-        self.proof.cuts, self.proof.reads, self.proof.regions = before
-        self.proof.at_use = True
-        again = self._walked(traces, unreduced, sums)
-        if not any(whole.findings for whole in again.values()):
-            self.otherwise = next(whole for whole in found.values() if whole.findings)
-            return again
-        self.proof.cuts, self.proof.reads, self.proof.regions = after
-        self.proof.at_use = False
+    def _propagated(self, traces: Mapping[str, Trace], sums: Sums | None = None) -> dict[str, Propagation]:
+        """Every mode's layouts; with `sums` those of their row layers are left partial until there."""
+        found, otherwise = settle(self.proof, traces, self.known, sums, choose=self.stands is None)
+        self.otherwise = otherwise or self.otherwise
         return found
-
-    def _walked(
-        self,
-        traces: Mapping[str, Trace],
-        unreduced: frozenset[str],
-        sums: Mapping[str, Mapping[fx.Node, Sum]] | None,
-    ) -> dict[str, Propagation]:
-        whole: Propagation | None = None
-        for _ in range(ROUNDS):
-            before = self._settled()
-            found: dict[str, Propagation] = {}
-            for mode, trace in traces.items():
-                known = self.proof.cuts
-                found[mode] = whole = propagate(
-                    trace,
-                    self.matches,
-                    known,
-                    aliases=self.first,
-                    kinds=self.kinds,
-                    reads=self.proof.reads,
-                    regions=self.proof.regions,
-                    unreduced=unreduced,
-                    sums=sums[mode] if sums is not None else None,
-                    at_use=self.proof.at_use,
-                )
-                if not whole.findings:
-                    spread(whole, known)
-                mixed_random(whole)
-                if not whole.findings:
-                    whole.findings += [*borders(whole), *comparisons(whole)]
-                if whole.findings:
-                    return {mode: whole}
-                self.proof.cuts, self.proof.reads, self.proof.regions = whole.cuts, whole.reads, whole.regions
-            if self._settled() == before:
-                return found
-        assert whole is not None
-        changing = next(n for n, cut in self.proof.cuts.items() if before[0][n] != cut)
-        message = f"{changing} would have to be cut differently in two modes of the model"
-        whole.findings.append(finding_at(whole, changing, "AT307", message))
-        return {mode: whole}
 
     def _merged(
         self, traces: Mapping[str, Trace], modes: list[Mode], before: Mapping[str, Propagation]
@@ -328,9 +256,9 @@ class _Prover:
             within_layers(traces[mode], one) for mode, each in met.items() for one in each.values()
         ):
             raise Unlike
-        settled = self._settled()
-        self._let_out(rows)
-        found = self._propagated(traces, rows, met)
+        decided = decisions(self.proof)
+        let_out(self.proof, rows)
+        found = self._propagated(traces, Sums(rows, met))
         ran = [(mode, found[mode.name]) for mode in modes if mode.name in found]
         if len(ran) == len(modes) and not any(whole.findings for _, whole in ran):
             self._solve(ran)
@@ -339,20 +267,9 @@ class _Prover:
                 return found
         if self.stands is not None:
             return found
-        self.proof.cuts, self.proof.reads, self.proof.regions = settled
+        put_back(self.proof, decided)
         self.proof.edits = Edits()
         return None
-
-    def _let_out(self, rows: frozenset[str]) -> None:
-        """The regions among these leave what they give as parts of a sum."""
-        none: frozenset[str] = frozenset()
-        self.proof.regions = {
-            path: replace(region, reduced=none) if path in rows else region
-            for path, region in self.proof.regions.items()
-        }
-
-    def _settled(self) -> tuple[dict[str, Shard], dict[str, Read], dict[str, Region]]:
-        return dict(self.proof.cuts), dict(self.proof.reads), dict(self.proof.regions)
 
     def _keep(self, mode: str, whole: Propagation, *, training: bool, when: set[str]) -> None:
         """What a mode showed; `when` says whether it is a train or an eval mode, or covers one."""
@@ -423,15 +340,15 @@ class _Prover:
 
     def _failing(self, captured: list[tuple[Mode, Trace]]) -> Propagation | None:
         """The first of further traces that is not proven with the decisions that stand."""
-        traces, settled = {mode.name: trace for mode, trace in captured}, self._settled()
+        traces, decided = {mode.name: trace for mode, trace in captured}, decisions(self.proof)
         wholes = self._propagated(traces)
         if (rows := self.proof.unreduced) and not any(whole.findings for whole in wholes.values()):
             met = meeting(wholes, rows)
-            self._let_out(rows)
-            wholes = self._propagated(traces, rows, met)
+            let_out(self.proof, rows)
+            wholes = self._propagated(traces, Sums(rows, met))
         ran = [(mode, wholes[mode.name]) for mode, _ in captured if mode.name in wholes]
         if not any(whole.findings for _, whole in ran):
-            if self._settled() != settled:
+            if decisions(self.proof) != decided:
                 message = "other tensors would have to be cut or mapped for other sizes of the inputs"
                 ran[0][1].findings.append(finding_in(ran[0][1], "", "AT307", message))
             else:
