@@ -27,6 +27,7 @@ from autotp.propagate.size_guards import SizeGuard
 from autotp.prove import prove_call
 from autotp.rewrite.edits.text import NoSource
 from autotp.rewrite.undo import Change, Hooks, undo, without_later
+from autotp.trace.copies import copied
 from autotp.trace.graph import TraceError, is_cache
 from autotp.trace.modes import Mode
 from autotp.trace.recorder import Given
@@ -61,7 +62,7 @@ class Call:
         """The same call, without its values and with caches of its own."""
 
         def kept(value: Any) -> Any:
-            return copy.deepcopy(value) if is_cache(type(value)) else bare(value)
+            return copied(value, {}) if is_cache(type(value)) else bare(value)
 
         made = pytree.tree_map(
             kept, (self.args, dict(self.kwargs)), is_leaf=lambda value: is_cache(type(value))

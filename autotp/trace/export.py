@@ -7,7 +7,6 @@ objects, gives no second forward, and always tells the model that it is being ex
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from autotp.trace.calls import Boundary
+from autotp.trace.copies import copied
 from autotp.trace.exported import Converted
 from autotp.trace.exporting import Watch
 from autotp.trace.graph import Trace, TraceError, tensors_in
@@ -99,4 +99,4 @@ def _to_meta(
                 owner.__dict__[key] = meta(value, tuple(value.shape))
     for _, tensor, _ in tensors_in((args, dict(kwargs))):
         meta(tensor, tuple(tensor.shape))
-    return copy.deepcopy((tuple(args), dict(kwargs)), made)
+    return copied((tuple(args), dict(kwargs)), made)

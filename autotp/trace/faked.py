@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.trace.copies import copied
 from autotp.trace.graph import tensors_in
 from autotp.trace.handed import Noting, Reader
 from autotp.trace.hooks import Fakes
@@ -85,17 +85,9 @@ def faked(
                 with fakes.mode:
                     new = new.requires_grad_().view_as(new)
             made[id(tensor)] = new
-    # What holds the inputs is copied: a cache object of the caller must not be filled with fakes.
-    new_args, new_kwargs = copy.deepcopy((tuple(args), dict(kwargs)), _Memo(made))
+    new_args, new_kwargs = copied((tuple(args), dict(kwargs)), made)
     attributes = {id(m): dict(vars(m)) for m in module.modules()}
     yield Faked(fakes, names, holders, attributes, new_args, new_kwargs, handed)
-
-
-class _Memo(dict[int, Any]):
-    """deepcopy's memory, in which every tensor has its fake already."""
-
-    def __init__(self, made: Mapping[int, torch.Tensor]) -> None:
-        super().__init__(made)
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:
