@@ -149,13 +149,11 @@ def apply(
         compare_inputs(model, group, check_inputs, analysis.draws)
         if analysis.layouts:
             watch_state(model)
-        guard = guard_calls(model, analysis) if cut and guarded else None
+        if cut and guarded:
+            guard_calls(model, analysis)
         if callable(getattr(model, "save_pretrained", None)):
             model.__dict__["save_pretrained"] = _refuse_save
-    changed = changes(model, before)
-    if group.size > 1 and guard is not None:
-        guard.changes = changed
-    remember(model, replace(remembered, changes=changed))
+    remember(model, replace(remembered, changes=changes(model, before)))
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Protocol
@@ -22,7 +22,10 @@ from torch import nn
 from autotp.trace.consulted import Consulted
 from autotp.trace.signature import described
 
-__all__ = ["MISSING", "Seen", "Table", "around", "has_number", "holds", "is_plain", "kept", "same", "word_of"]
+__all__ = [
+    "MISSING", "Seen", "Table", "around", "has_number", "holds", "is_plain", "kept", "objects_in", "same",
+    "table_of", "word_of",
+]  # fmt: skip
 
 
 class MISSING:
@@ -35,7 +38,7 @@ _CALLED = (
     torch.dtype, torch.device, torch.Size, numpy.generic,
 )  # fmt: skip
 _HELD = (list, dict, set, tuple, frozenset)
-_MOST, _DEEP = 64, 3  # parts of a container, and objects on the way to a value
+_MOST, _MANY, _DEEP = 64, 1024, 3  # parts of a container, of one of objects, and objects on the way
 
 
 class Table(Protocol):
@@ -45,11 +48,22 @@ class Table(Protocol):
         """The value, or another one where there is none."""
 
 
-def around(kinds: Iterable[type], read: Consulted) -> Iterator[tuple[str, Table, str]]:
-    """Every place that the code of a model reads, whose modules are of these classes, with where it stands
-    now; each once."""
+def around(
+    kinds: Iterable[type], read: Consulted, held: Iterable[tuple[str, Table, str]] = ()
+) -> Iterator[tuple[str, Table, str]]:
+    """Every place that the code of a model reads, whose modules are of these classes and hold something in
+    these places, with where it stands now; each once."""
     seen: set[int] = set()
     todo: list[tuple[str, Any, int]] = []
+    for place, table, key in held:
+        value = _given(table.get(key, MISSING))
+        if has_objects(value):
+            yield place, table, key
+        if not holds(value):
+            todo.append((place, value, 1))
+            continue
+        for name, of_class, key in _of_class(value, read):  # its own attributes are looked at anyhow
+            yield f"{place}.{name}", of_class, key
     for space, names in read.globals:
         for name in sorted(names):
             value = space.table.get(name, MISSING)
@@ -80,33 +94,57 @@ def around(kinds: Iterable[type], read: Consulted) -> Iterator[tuple[str, Table,
         yield f"os.environ[{name!r}]", os.environ, name
 
 
+def _given(value: Any) -> Any:
+    """A value as the model has it, without the guard of calls around it."""
+    is_guard = type(value).__module__ == "autotp.rewrite.called"
+    return vars(value)["own"] if is_guard else value
+
+
 def name_of(kind: type) -> str:
     """A class, by its full name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _inside(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
+def _inside(value: Any, read: Consulted, deep: int = 2) -> Iterator[tuple[str, Table, str]]:
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             if not _is_own(_Cell(cell).get("", None)):
                 yield f"<{name}>", _Cell(cell), name
+        yield from ((key, vars(value), key) for key in list(vars(value)) if key in read.names)
+        for name in _defaults(value):
+            yield f"<{name}>", _Defaults(value), name
         return
     if isinstance(value, (staticmethod, classmethod, property, functools.partial, MethodType)):
         inner = (
             getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
         )
         yield from _inside(inner, read)
-        return
+        if isinstance(value, functools.partial):
+            yield from ((key, value.keywords, key) for key in list(value.keywords))
+            value = value.args
     if isinstance(value, (ModuleType, type)):
         of_modules = isinstance(value, type) and issubclass(value, nn.Module)  # they are looked at anyhow
         for key in () if of_modules or _is_others(value) else list(vars(value)):
             if key in read.names and not key.startswith("__"):
                 yield key, vars(value), key
         return
+    if _is_held(value) and len(value) <= _MOST and deep:
+        for number, part in enumerate(list(value.values() if isinstance(value, dict) else value)):
+            for name, table, key in _inside(part, read, deep - 1):
+                yield f"[{number}].{name}", table, key
     if holds(value):
-        for key in list(vars(value)):
+        table = table_of(value)
+        for key in list(table):
             if (key in read.names or key in read.asked) and not key.startswith("__"):
-                yield key, vars(value), key
+                yield key, table, key
+        yield from _of_class(value, read)
+
+
+def _of_class(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
+    for base in (base for base in type(value).__mro__ if not _is_others(base)):
+        for key in sorted(vars(base).keys() & (read.names | read.asked)):
+            if has_number(base, key):
+                yield f"{base.__qualname__}.{key}", vars(base), key
 
 
 _OF_MODULES = frozenset(dir(nn.Module)) - {"forward"}
@@ -126,12 +164,87 @@ class _Cell:
             return default
 
 
+class _Defaults:
+    """The defaults of a function."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+
+    def get(self, key: str, default: Any, /) -> Any:
+        """The default of an argument."""
+        return _defaults(self._function).get(key, default)
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Those defaults by name that may become others: no number does."""
+    code, given = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
+    found = {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
+    return {name: value for name, value in found.items() if type(value) not in _PLAIN}
+
+
+class _Slots(Mapping[str, Any]):
+    """The attributes of an object that has no table of them."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._names = [name for base in type(value).__mro__ for name in _slots(base)]
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._names or not hasattr(self._value, key):
+            raise KeyError(key)
+        return getattr(self._value, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self._value, name))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of a class's own slots."""
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(f"_{kind.__name__.lstrip('_')}{n}" if _is_private(n) else n for n in names)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
+
+
+def table_of(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object, by name."""
+    return vars(value) if hasattr(value, "__dict__") else _Slots(value)
+
+
 def holds(value: Any) -> bool:
-    """Whether it is an object of a person's class: a config."""
-    if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType, ModuleType)) or callable(value):
+    """Whether it is an object of a person's class: a config, or something that is called."""
+    if isinstance(value, (nn.Module, torch.Tensor, ModuleType, *_CALLED)) and not isinstance(value, Enum):
         return False
     kind = type(value)
-    return hasattr(value, "__dict__") and (kind.__module__ == "types" or not _is_others(kind))
+    has_any = hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))
+    return has_any and (kind.__module__ == "types" or not _is_others(kind))
+
+
+def has_objects(value: Any) -> bool:
+    """Whether it is an object of a person's class, or a container of such, and of no tensor or module."""
+    if holds(value):
+        return True
+    if not _is_held(value) or len(value) > _MANY:
+        return False
+    parts = list(value.values() if isinstance(value, dict) else value)
+    plain = not any(isinstance(part, (torch.Tensor, nn.Module, *_HELD)) for part in parts)
+    return plain and not is_plain(value)
+
+
+def objects_in(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The objects of a person's classes that a value is, or that a container has, and the way to each."""
+    if holds(value):
+        yield (), value
+    elif _is_held(value) and len(value) <= _MANY:
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from (((str(name),), part) for name, part in parts if holds(part))
 
 
 def _is_others(value: Any) -> bool:
@@ -142,10 +255,11 @@ def _is_others(value: Any) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether it is a function that autotp wrote into an edited one."""
-    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] == "autotp"
+    """Whether it is a function that autotp wrote into an edited one, whatever it calls itself."""
+    return isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).startswith(_WRAPPERS)
 
 
+_WRAPPERS = "autotp.rewrite.edits."
 _FOREIGN = ("torch", "numpy", "autotp", "einops", "builtins")
 
 
@@ -155,28 +269,45 @@ def has_number(kind: type, key: str) -> bool:
     return is_plain(value) and not callable(value)
 
 
+def _is_held(value: Any) -> bool:
+    """Whether it is a list, a dict and so on, or of a class above one that reads it in no way of its own."""
+    kind: Any = type(value)
+    return _is_container(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_container(kind: Any) -> bool:
+    own = [base for base in kind.__mro__ if base.__module__ not in ("builtins", "collections")]
+    as_one = not any(_READING & vars(base).keys() for base in own)
+    return issubclass(kind, _HELD) and not issubclass(kind, _CALLED) and as_one
+
+
+_READING = frozenset(["__getitem__", "__iter__", "__len__", "__eq__", "values", "items"])
+
+
 def is_plain(value: Any, deep: int = 2) -> bool:
     """Whether a value is compared: it is what it is, or its parts are."""
     if type(value) in _PLAIN or isinstance(value, _CALLED):
         return True
-    if type(value) not in _HELD or len(value) > _MOST or not deep:
+    if not _is_held(value) or len(value) > _MOST or not deep:
         return False
     inside = (*value, *value.values()) if isinstance(value, dict) else value
     return all(is_plain(part, deep - 1) for part in inside)
 
 
 def kept(value: Any) -> Any:
-    """A value as it is now."""
-    if type(value) not in _HELD or not is_plain(value):
+    """A value as it is now; of an object which one it is."""
+    if not _is_held(value) or not (is_plain(value) or has_objects(value)):
         return value
-    return (
-        type(value)(map(kept, value)) if type(value) is not dict else {k: kept(v) for k, v in value.items()}
-    )
+    kind = next(kind for kind in _HELD if isinstance(value, kind))
+    return kind(map(kept, value)) if not isinstance(value, dict) else {k: kept(v) for k, v in value.items()}
 
 
 def same(now: Any, value: Any) -> bool:
     """Whether a value is as it was."""
-    if type(now) is not type(value) or isinstance(now, torch.Tensor):
+    kind = type(value)
+    alike = type(now) is kind or (kind in _HELD and isinstance(now, kind))
+    if not alike or isinstance(now, torch.Tensor) or holds(value):
         return False
     try:
         return bool(now == value)
@@ -195,11 +326,18 @@ def word_of(value: Any, deep: int = 3) -> str:
         return " ".join([*words, *(word_of(part, deep - 1) for part in held)]) if deep else words[0]
     if isinstance(value, MethodType):
         return f"{word_of(value.__func__, deep)} of {type(value.__self__).__name__}"
+    if isinstance(value, (staticmethod, classmethod)):
+        return f"{type(value).__name__} {word_of(value.__func__, deep)}"
+    if isinstance(value, (property, functools.cached_property)):
+        return f"property {word_of(getattr(value, 'fget', None) or getattr(value, 'func', None), deep)}"
     if isinstance(value, functools.partial) and deep:
         held = [value.func, *value.args, *value.keywords, *value.keywords.values()]
         return " ".join(["partial", *(word_of(part, deep - 1) for part in held)])
     if is_plain(value) or isinstance(value, torch.Tensor):
         return " ".join(described(value, "").values())
+    if has_objects(value) and not holds(value) and deep:
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return " ".join([type(value).__name__, *(f"{k}: {word_of(part, deep - 1)}" for k, part in parts)])
     return type(value).__name__
 
 

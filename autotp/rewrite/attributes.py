@@ -12,7 +12,8 @@ the code asks of torch itself (`torch.is_inference_mode_enabled()`) is looked at
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,10 +26,11 @@ from autotp.rewrite.around import (
     Table,
     around,
     has_number,
-    holds,
     is_plain,
     kept,
+    objects_in,
     same,
+    table_of,
     word_of,
 )
 from autotp.trace.carried import methods_of
@@ -39,6 +41,8 @@ __all__ = ["Attributes"]
 _SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "get_default_dtype": torch.get_default_dtype,
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
 }
 _Place = tuple[str, tuple[str, ...]]
 """The path of a module, and the attributes on the way to an object that it holds."""
@@ -53,27 +57,29 @@ class Attributes:
     ) -> None:
         self.state, self.replaced = "", ""
         self.values: dict[_Place, dict[str, Any]] = {}
-        self.read = read
+        self.read, self.written = read, written
         self.dtype = _dtype(model)
         self.asked = {name: ask() for name, ask in _SURROUNDINGS.items() if name in read.names}
         self._around = self.asked
         self.modules: dict[str, Any] = {"": model} | {place: child for place, _, _, child in _children(model)}
-        self.words = {place: word_of(table.get(key, MISSING)) for place, table, key in self._outside()}
+        self.words = _worded(self._outside())
+        self.empty = frozenset(place for place, *_ in self._empty())
         self._seen: Seen | None = None
-        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._sizes: list[tuple[Mapping[str, Any], int]] = []
         for place, held in _holders(self.modules):
             path = place[0]
             module = None if place[1] else self.modules[path]
             if module is not None and _has_one_way(module):
                 self.values[place] = {"forward": held.get("forward", MISSING)}
                 continue
-            names = read.names | _read_by(_class(self.modules[path]), True)
+            names = read.names | read.asked | _read_by(_class(self.modules[path]), True)
             keys = {key for key in held if key in names and is_plain(held[key])}
             if module is None:
-                keys |= read.asked - held.keys()
+                keys |= (read.names | read.asked) - held.keys()
             else:
                 keys -= _OF_MODULES
                 keys |= _hidden(_class(module), names, read.asked) - held.keys()
+                keys |= _tried(_class(module)) - held.keys()
                 if path:
                     keys.add("forward")
             names_of = {key: ".".join(filter(None, (path, *place[1], key))) for key in keys | held.keys()}
@@ -97,9 +103,9 @@ class Attributes:
                 if held is not None:
                     self._sizes.append((held, len(held)))
                     seen += [(held, key) for key in found if key in held]
-            outside = {place: (table, key) for place, table, key in self._outside()}
-            words = {place: word_of(table.get(key, MISSING)) for place, (table, key) in outside.items()}
-            seen += outside.values()
+            outside = list(self._outside())
+            words = _worded(outside)
+            seen += [(table, key) for _, table, key in outside]
             seen += [
                 (vars(module), "training")
                 for module in self.modules.values()
@@ -107,8 +113,11 @@ class Attributes:
             ]
             seen += [(table, key) for _, table, key, _ in _children(model)]
             for module in self.modules.values():
+                if self._runs_all(module) or _tried(_class(module)):
+                    self._sizes.append((module._modules, len(module._modules)))
                 new = _hidden(_class(module), self.read.names, self.read.asked) - module._modules.keys()
                 seen += [(module._modules, key) for key in new]
+            seen += [(table, key) for _, table, key in self._empty()]
             self._seen = Seen(seen)
             self._around = {name: _SURROUNDINGS[name]() for name in self.asked}
             self.replaced = ", ".join(self._others(model))
@@ -129,7 +138,24 @@ class Attributes:
         return self._seen.is_other()
 
     def _outside(self) -> Iterator[tuple[str, Table, str]]:
-        return around(map(type, self.modules.values()), self.read)
+        held = (
+            (place, table, key)
+            for (path, steps), table in _holders(self.modules)
+            for key in list(table)
+            if (key in self.read.names or key == "forward") and key not in _OF_MODULES
+            if (place := ".".join(filter(None, (path, *steps, key)))) not in self.written
+        )
+        return around(map(type, self.modules.values()), self.read, held)
+
+    def _empty(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """The places of tensors and modules that the code of a module reads, and where none stands."""
+        for path, module in self.modules.items():
+            for table in (
+                () if _has_one_way(module) else (module._modules, module._parameters, module._buffers)
+            ):
+                for key, held in table.items():
+                    if held is None and key in self.read.names:
+                        yield f"{path}.{key}" if path else key, table, key
 
     def _others(self, model: nn.Module) -> Iterator[str]:
         """The places where another module stands than did, which does not hold that one."""
@@ -142,12 +168,27 @@ class Attributes:
                 continue
             if new is not None and old is not None and any(module is old for module in new.modules()):
                 held.append(f"{place}.")
-            elif old is not None or place.rpartition(".")[2] in self.read.names | self.read.asked:
+            elif old is not None or self._may_run(place):
                 found.append(f"{place}.")
                 yield place
 
+    def _may_run(self, place: str) -> bool:
+        """Whether the code may come to a module that stands at a place where there was none."""
+        path, _, key = place.rpartition(".")
+        around = self.modules.get(path)
+        return key in self.read.names | self.read.asked or (
+            isinstance(around, nn.Module) and self._runs_all(around)
+        )
+
+    def _runs_all(self, module: nn.Module) -> bool:
+        """Whether the code may run whatever modules this one holds."""
+        if isinstance(module, nn.ModuleDict):
+            return not _PARTS.isdisjoint(self.read.names)
+        loops = not _CHILDREN.isdisjoint(self.read.names & _read_by(_class(module)))
+        return isinstance(module, (nn.ModuleList, nn.Sequential)) or loops
+
     def _told(
-        self, model: nn.Module, holders: dict[_Place, dict[str, Any]], words: dict[str, str]
+        self, model: nn.Module, holders: dict[_Place, Mapping[str, Any]], words: dict[str, str]
     ) -> Iterator[str]:
         """What else is other than when the model was sharded, in words."""
         for path, module in self.modules.items():
@@ -157,6 +198,8 @@ class Attributes:
             word = words.get(place, "gone")
             if word != self.words.get(place, "gone"):
                 yield f"{place}={word}"
+        for place in sorted(self.empty.difference(place for place, *_ in self._empty())):
+            yield f"{place}={word_of(operator.attrgetter(place)(model))}"
         if self._now != self.dtype:
             yield f"parameters={self._now}"
         for name, was in self.asked.items():
@@ -177,9 +220,10 @@ class Attributes:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "state": "", "replaced": "", "values": self.values, "read": self.read, "dtype": self.dtype,
+            "state": "", "replaced": "", "values": self.values, "read": self.read,
+            "written": self.written, "dtype": self.dtype,
             "asked": self.asked, "_around": self.asked, "words": self.words, "modules": self.modules,
-            "_seen": None, "_sizes": [],
+            "empty": self.empty, "_seen": None, "_sizes": [],
         }  # fmt: skip
 
 
@@ -193,6 +237,17 @@ def _read_by(kind: Any, of_torch: bool = False) -> frozenset[str]:
     )  # fmt: skip
 
 
+_CHILDREN = frozenset(["children", "named_children", "modules", "named_modules", "_modules"])
+_PARTS = _CHILDREN | {"values", "items", "keys"}
+
+
+@lru_cache(maxsize=1024)
+def _tried(kind: Any) -> frozenset[str]:
+    """The names in those of a module's own methods that may go on without what they name."""
+    codes = [f.__code__ for _, f in methods_of(kind) if f.__code__.co_exceptiontable]
+    return names_in(codes) - frozenset(dir(kind)) - frozenset(dir(torch.Tensor))
+
+
 def _class(module: nn.Module) -> Any:
     return type(module)
 
@@ -202,7 +257,7 @@ _ONE_WAY = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.modules.dropou
 
 
 def _has_one_way(module: nn.Module) -> bool:
-    own = type(module).forward.__module__.partition(".")[0] not in ("torch", "autotp")
+    own = str(getattr(type(module).forward, "__module__", "")).partition(".")[0] not in ("torch", "autotp")
     return isinstance(module, _ONE_WAY) and not own
 
 
@@ -225,20 +280,33 @@ def _children(model: nn.Module) -> Iterator[tuple[str, Any, str, nn.Module]]:
                 yield f"{path}.{key}" if path else key, module._modules, key, child
 
 
-def _holders(modules: Mapping[str, nn.Module]) -> Iterator[tuple[_Place, dict[str, Any]]]:
-    """The tables of attributes of each module, and of the plain objects that it holds; each once."""
+def _worded(places: Iterable[tuple[str, Table, str]]) -> dict[str, str]:
+    """What stands in places, in words. A class and its edited copy have one name, and both count."""
+    words: dict[str, dict[str, None]] = {}
+    for place, table, key in places:
+        words.setdefault(place, {})[word_of(table.get(key, MISSING))] = None
+    return {place: " and ".join(found) for place, found in words.items()}
+
+
+def _holders(modules: Mapping[str, nn.Module]) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
+    """The tables of attributes of each module, and of the objects that it holds; each once."""
     seen: set[int] = set()
     for path, module in modules.items():
-        todo: list[tuple[tuple[str, ...], Any]] = [((), module)]
+        todo: list[tuple[int, tuple[str, ...], Any]] = [(0, (), module)]
         while todo:
-            steps, value = todo.pop()
-            held = vars(value)
-            if id(held) in seen:
+            depth, steps, value = todo.pop()
+            if id(value) in seen:
                 continue
-            seen.add(id(held))
+            seen.add(id(value))
+            held = table_of(value)
             yield (path, steps), held
-            if len(steps) < 2:
-                todo += [((*steps, key), part) for key, part in held.items() if holds(part)]
+            if depth < 2:
+                todo += [
+                    (depth + 1, (*steps, key, *way), part)
+                    for key, inside in held.items()
+                    if value is not module or key not in _OF_MODULES
+                    for way, part in objects_in(inside)
+                ]
 
 
 def _first(model: nn.Module) -> tuple[dict[str, Any], str] | None:

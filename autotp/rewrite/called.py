@@ -34,7 +34,7 @@ from autotp.rewrite.attributes import Attributes
 from autotp.rewrite.free_numbers import free_numbers
 from autotp.rewrite.further import Call, only_calls, proven_anew, whole
 from autotp.rewrite.sized_calls import Check, Sizes, check_of, sizes_of
-from autotp.rewrite.undo import Change, hooks
+from autotp.rewrite.undo import hooks
 from autotp.trace.graph import is_cache, parameters_of
 from autotp.trace.hooks import in_backward, outside_transforms
 from autotp.trace.modes import takes_cache
@@ -49,10 +49,10 @@ _FIRST = (
 )
 
 
-def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
-    """Let `model` raise UnprovenPath in calls that are not proven; None where nothing was traced."""
+def guard_calls(model: nn.Module, analysis: Analysis) -> None:
+    """Let `model` raise UnprovenPath in calls that are not proven, if it was traced."""
     if analysis.given is None:
-        return None
+        return
     guard = Called(model, analysis)
     within = _Within(model, guard)
     layers = {p.path for p in analysis.matches.placed.values() if p.target == "module"}
@@ -65,7 +65,6 @@ def guard_calls(model: nn.Module, analysis: Analysis) -> Called | None:
     model.__dict__["forward"] = _Forward(model, model.__dict__.get("forward"), within)
     if analysis.samples is not None:
         guard.expect(model, within.attributes, Call(analysis.samples.args, analysis.samples.kwargs))
-    return guard
 
 
 class Called:
@@ -83,7 +82,6 @@ class Called:
         self.fills = takes_cache(model) is not None
         self.before: Call | None = None  # the last call that may fill a cache
         self.hooks = hooks(model)
-        self.changes: Mapping[str, Change] = {}  # told when the model is sharded
 
     def part(self, model: nn.Module, path: str) -> Called:
         """The guard of a part of the model, of which no call is proven yet."""
@@ -130,7 +128,7 @@ class Called:
             return  # what was called in the forward is computed again
         part = model.get_submodule(self.path)
         try:
-            inspect.signature(type(part).forward).bind(part, *args, **kwargs)
+            inspect.signature(part.forward).bind(*args, **kwargs)
         except TypeError:
             return  # the forward refuses it by itself
         words = signature(self.parameters, args, kwargs)
@@ -171,7 +169,7 @@ class Called:
         asks of sizes."""
         how = {"training": model.training, "grad": torch.is_grad_enabled()}
         try:
-            twin = whole(model, self.changes, self.shapes, self.hooks)
+            twin = whole(model, self.shapes, self.hooks)
         except Exception as error:
             self._raise(model, words, state, f"the model cannot be copied to be proven anew: {error}")
         if self.path:

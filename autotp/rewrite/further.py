@@ -26,7 +26,7 @@ from autotp.propagate.propagation import Propagation
 from autotp.propagate.size_guards import SizeGuard
 from autotp.prove import prove_call
 from autotp.rewrite.edits.text import NoSource
-from autotp.rewrite.undo import Change, Hooks, undo, without_later
+from autotp.rewrite.undo import Hooks, undo, without_later
 from autotp.trace.copies import copied
 from autotp.trace.graph import TraceError, is_cache
 from autotp.trace.modes import Mode
@@ -189,9 +189,7 @@ def _within(path: str, root: str) -> bool:
 # -- the model as it was
 
 
-def whole(
-    model: nn.Module, changes: Mapping[str, Change], shapes: Mapping[str, tuple[int, ...]], hooks: Hooks
-) -> nn.Module:
+def whole(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], hooks: Hooks) -> nn.Module:
     """The model as it was before it was sharded, with the hooks of then; a tensor is one number."""
     memo: dict[int, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -203,9 +201,8 @@ def whole(
                     isolated = isinstance(tensor, nn.Parameter)
                     memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isolated else new
     twin = copy.deepcopy(model, memo)
-    undo(twin, changes)
+    undo(twin, twin.__dict__.pop("_autotp").changes)  # the copy's own: a bound method is of a module
     without_later(twin, hooks)
-    twin.__dict__.pop("_autotp", None)
     return twin
 
 

@@ -85,8 +85,8 @@ def _of_an_object(code: CodeType, table: dict[str, Any]) -> bool:
     return isinstance(kind, type) and not issubclass(kind, nn.Module)
 
 
-_ASKING = frozenset(["getattr", "hasattr"])
 _ANY = frozenset(["__dict__", "vars", "attrgetter", "getattr_static"])
+_ASKING = frozenset(["getattr", "hasattr", "__getattribute__", "__getattr__"]) | _ANY
 _ENVIRONMENT = frozenset(["environ", "getenv"])
 
 
