@@ -103,6 +103,10 @@ CODES: dict[str, Code] = {
     ),
     "AT223": Code("The model is wrapped or hooked by another tool.", "Shard first, then wrap."),
     "AT224": Code("A weight is no plain tensor: quantised, lazy, or a subclass.", "Shard plain tensors."),
+    "AT225": Code(
+        "The model is called past its forward, where no call can be looked at.",
+        "Write what it computes in a method that is called forward.",
+    ),
     "AT226": Code(
         "A parameter that the plan cuts has a hook on its gradient.",
         "Register the hook after shard, written for a rank's part.",

@@ -63,6 +63,13 @@ def _unsupported(shown: str, made: Callable[[], nn.Module]) -> Example:
 # -- models
 
 
+class PastForward(nn.Linear):
+    """A model that computes what it gives without its forward."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
 class Fourier(models.MLP):
     """An op without a layout rule."""
 
@@ -226,6 +233,7 @@ EXAMPLES: dict[str, Example] = {
         "autotp.shard(nn.DataParallel(model), plan)", lambda: nn.DataParallel(nn.Linear(4, 8))
     ),
     "AT224": _unsupported("autotp.shard(nn.Sequential(nn.LazyLinear(8)), plan)", _lazy),
+    "AT225": _unsupported("autotp.shard(model, plan)", lambda: PastForward(4, 4)),
     "AT226": _live(GOOD, faults.hooked),
     "AT304": _live(GOOD, Fourier),
     "AT318": _live(

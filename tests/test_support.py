@@ -49,6 +49,50 @@ def test_compiled():
     )
 
 
+class PastForward(nn.Linear):
+    """A call that comes past what stands in the place of forward."""
+
+    def __call__(self, x):
+        return self.computed(x)
+
+    def computed(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+class ByWay(PastForward):
+    def computed(self, x):
+        return self.forward(x)
+
+
+class ByProperty(nn.Linear):
+    @property
+    def forward(self):
+        return super().forward
+
+
+class Above(PastForward):
+    def __call__(self, x):
+        return nn.Module.__call__(self, x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (PastForward, "has a __call__ that does not call forward"),
+        (ByProperty, "has a property as its forward"),
+        (ByWay, None),
+        (Above, None),
+    ],
+)
+def test_called_past_its_forward(kind, told):
+    message = (
+        f"error[AT225]: {kind.__name__} {told}, so none of its calls could be compared with the proven ones\n"
+        "  = help: let forward be a method that computes what a call gives"
+    )
+    assert lines(kind(4, 4)) == ([message] if told else [])
+    assert lines(nn.Sequential(kind(4, 4))) == []
+
+
 def test_parametrized():
     built = model()
     nn.utils.parametrizations.weight_norm(built[1])

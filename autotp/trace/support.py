@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Iterator
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.prune import BasePruningMethod
 
 from autotp.diagnostic import Diagnostic
+from autotp.trace.consulted import names_in
 
 __all__ = ["hooked", "unsupported"]
 
@@ -29,6 +33,13 @@ def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "AT221", "the model is compiled", help=("shard the model first, then call torch.compile on it",)
         )
+    past = _past_forward(type(module))
+    if past:
+        yield Diagnostic(
+            "AT225",
+            f"{type(module).__name__} {past}, so none of its calls could be compared with the proven ones",
+            help=("let forward be a method that computes what a call gives",),
+        )  # fmt: skip
     for path, owner in module.named_modules():
         if "parametrizations" in owner._modules:
             yield Diagnostic(
@@ -73,6 +84,27 @@ def unsupported(module: nn.Module) -> Iterator[Diagnostic]:
                     "AT224", f"{name} is a {type(tensor).__name__}, not a plain tensor", module=path,
                     help=("autotp shards plain tensors; shard first, then wrap",),
                 )  # fmt: skip
+
+
+def _past_forward(kind: type) -> str:
+    """How calls of a model come past what stands in the place of its `forward`; "" where they do not."""
+    if isinstance(inspect.getattr_static(kind, "forward"), property):
+        return "has a property as its forward"
+    todo: list[Any] = [kind.__call__]
+    names: set[str] = set()
+    for call in todo:
+        code = getattr(inspect.unwrap(call), "__code__", None)
+        if code is None or call is nn.Module.__call__ or names_in([code]) & _ON:
+            return ""
+        new = names_in([code]) - names
+        names |= new
+        todo += [
+            getattr(kind, name) for name in sorted(new) if isinstance(vars(kind).get(name), FunctionType)
+        ]
+    return "has a __call__ that does not call forward"
+
+
+_ON = {"forward", "super", "__call__", "_call_impl", "_wrapped_call_impl"}
 
 
 def hooked(module: nn.Module, cut: Container[str]) -> Iterator[Diagnostic]:
