@@ -36,6 +36,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "fused_gate": (models.FusedGate, 2),
     "column_without_row": (models.MLP, 2),
     "row_without_column": (models.MLP, 2),
+    "gathered_before_row": (models.MLP, 2),
+    "row_behind_norm": (models.Normed, 2),
     "swapped": (models.MLP, 2),
     "column_after_column": (models.MLP, 2),
     "split_twice": (models.MLP, 2),

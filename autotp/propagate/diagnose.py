@@ -114,10 +114,15 @@ def _remedies(
     elif code == "AT302" and own is not None:
         if own.rule.split_input:
             return [f"the input is split already: `{rule_line(own.pattern, own.rule, split_input=False)}`"]
-        if _given(finding):
-            help.append(f"a pair begins with a column layer, and row ends it: `{own.pattern}: column`")
+        made, gathered_by = _makers(finding, propagation)
+        if gathered_by:
+            lines = [rule_line(p.pattern, p.rule, gather_output=None) for p in gathered_by]
+            help.append(f"let each rank keep its part of the input: `{'`, `'.join(lines)}`")
+        elif made:
+            lines = [f"{_short(m, propagation.matches)}: column" for m in made]
+            help.append(f"shard what makes its input: `{'`, `'.join(lines)}`")
         else:
-            help.append("shard the layer that makes its input with `column`")
+            help.append(f"a pair begins with a column layer, and row ends it: `{own.pattern}: column`")
         line = rule_line(own.pattern, own.rule, split_input=True)
         help.append(f"or let each rank take its part of the whole input: `{line}`")
         return help
@@ -180,9 +185,32 @@ def _raw_weight(finding: Finding) -> str:
     return "" if name.rpartition(".")[0] == node.meta["module"] else name
 
 
-def _given(finding: Finding) -> bool:
-    """Whether a layer reads an input of the model."""
-    return any(node.op == "placeholder" for node in finding.node.all_input_nodes)
+_MIXING = ("layer_norm", "rms_norm", "group_norm", "add", "sub")
+
+
+def _makers(finding: Finding, propagation: Propagation) -> tuple[list[str], list[Placed]]:
+    """The layers whose output a row layer is given: those without a rule, and those that gather theirs.
+
+    A norm, and a sum with a residual, need their values whole: what is before them makes it not.
+    """
+    whole: dict[str, None] = {}
+    gathering: dict[str, Placed] = {}
+    frontier, seen = list(finding.node.all_input_nodes), set[fx.Node]()
+    while frontier:
+        node = frontier.pop(0)
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        name = node.meta["module"] if node.target is not operator.getitem else ""
+        if node.target is not operator.getitem and op_name(node) in ("linear", "addmm"):
+            placed = propagation.matches.placed.get(name)
+            if placed is None:
+                whole[name] = None
+            elif placed.style == "column" and placed.rule.gather_output:
+                gathering[placed.pattern] = placed
+        elif node.target is operator.getitem or op_name(node) not in _MIXING:
+            frontier += node.all_input_nodes
+    return list(whole)[:4], list(gathering.values())
 
 
 def _like(module: str, placed: list[Placed], finding: Finding) -> Placed:
