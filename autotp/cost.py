@@ -183,7 +183,8 @@ def _is_large(reason: Reason, total: int) -> bool:
 
 
 def _large(reason: Reason, total: int) -> Diagnostic:
-    module = reason.name.rpartition(".")[0] or reason.name
+    owner, _, leaf = reason.name.rpartition(".")
+    module = owner if owner and leaf == "weight" else reason.name  # a layer, or a tensor by itself
     if not module.replace("*", "").strip("."):  # layers that only have numbers are named one by one
         module = reason.first.rpartition(".")[0]
     many = "" if reason.tensors == 1 else f", {reason.tensors} tensors"

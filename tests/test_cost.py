@@ -182,6 +182,13 @@ def test_layers_that_only_have_numbers_are_accepted_by_their_numbers():
     assert found.help == ("shard it by a rule, or accept it by `2: replicate`",)
 
 
+def test_a_tensor_that_is_no_weight_of_a_layer_is_accepted_by_its_own_name():
+    inventory = described({"decoder.fc.weight": (6, 4), "decoder.position_embedding": (4, 6)})
+    (found,) = findings(inventory, {"fc": {"style": "column"}})
+    assert found.help == ("shard it by a rule, or accept it by `decoder.position_embedding: replicate`",)
+    assert findings(inventory, {"fc": "column", "decoder.position_embedding": "replicate"}) == ()
+
+
 def test_a_plan_that_shards_vectors_only_shards_nothing():
     inventory = described({"attn.sinks": (6,), "attn.fc.weight": (6, 4)})
     (found,) = findings(inventory, {"attn.sinks": {"style": "column", "dim": 0}})
