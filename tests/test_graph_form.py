@@ -91,8 +91,12 @@ def test_the_model_is_untouched() -> None:
         assert [type(m) for m in model.modules()] == classes and "_autotp" not in model.__dict__
         assert graph.get_parameter("embed.weight") is graph.get_parameter("head.weight")
         assert graph.get_parameter("embed.weight").shape[0] in (18, 19)
-        with pytest.raises(autotp.UsageError, match="a graph is not made whole"):
+        with pytest.raises(autotp.UsageError, match=r"a graph is not made whole\n.*gather_state_dict\(graph"):
             autotp.unshard(graph)
+        with torch.no_grad():
+            graph.get_parameter("embed.weight").fill_(3)
+        model.load_state_dict(autotp.gather_state_dict(graph))
+        assert bool((model.embed.weight == 3).all()) and model.head.weight is model.embed.weight
         with pytest.raises(autotp.UsageError, match="sharded already"):
             autotp.shard(graph, PLAN, group)
 

@@ -35,7 +35,11 @@ def unshard(model: nn.Module) -> nn.Module:
     if not found:
         raise UsageError(f"{type(model).__name__}: nothing of it was sharded by autotp.shard")
     if any(isinstance(module, fx.GraphModule) for module, _ in found):
-        raise UsageError(f"{type(model).__name__}: a graph is not made whole; the model it came from is")
+        raise UsageError(
+            f"{type(model).__name__}: a graph is not made whole\n"
+            "  = help: the model that it was made of was never sharded; `autotp.gather_state_dict(graph)` "
+            "has the whole weights that the graph has now, for its load_state_dict"
+        )
     for module, memory in found:
         with together(memory.group, timeout=EXCHANGE_TIMEOUT):
             check(module, memory.changes)
