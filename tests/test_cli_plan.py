@@ -255,6 +255,19 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("command", ["plan", "derive", "explain", "check"])
+@pytest.mark.parametrize("name", ["models_of_test.py", "package/models_of_test.py"])
+def test_a_file_of_python_is_named_by_what_makes_the_model(models, name, command):
+    words = {"check": ["mlp.yaml", name], "explain": [name, "fc1"]}.get(command, [name])
+    code, out, err = run(command, *words, "--tp", 2)
+    module = name.removesuffix(".py").replace("/", ".")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: {name}: a file of Python is no target\n"
+        f"  = help: name what makes the model in it, such as {module}:make_model\n"
+    )
+
+
 @pytest.mark.parametrize("target", FAULTS)
 def test_a_factory_that_fails_is_one_error(models, target, here):
     Path("imports_nothing.py").write_text("import nosuch_dependency")

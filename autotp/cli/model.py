@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from autotp.cli.target import choose_plan, is_factory, no_target
+from autotp.cli.target import choose_plan, is_factory, no_target, refuse_code
 from autotp.diagnostic import PlanError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def live_model(target: str, plan: str | None) -> Live:
     Raises UsageError for a target that cannot be, CheckpointError for a model that cannot be built,
     PlanError for a plan file with faults.
     """
+    refuse_code(target)
     if target and Path(target).exists():
         from autotp.checkpoint.folder import read_config
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from autotp.analysis import Analysis
     from autotp.plan import Plan
 
-__all__ = ["TARGET", "analyze_target", "choose_plan", "is_factory", "no_target"]
+__all__ = ["TARGET", "analyze_target", "choose_plan", "is_factory", "no_target", "refuse_code"]
 
-TARGET = "A checkpoint folder, one .safetensors file, a config.json, or package.module:factory."
+TARGET = (
+    "A checkpoint folder, one .safetensors file, a config.json, or package.module:factory: what makes "
+    "the model, or (model, sample inputs)."
+)
 
 _STORED = (
     "transformers stores some models under other names than they have: `autotp plan TARGET --tp N --prove` "
@@ -32,6 +35,7 @@ def analyze_target(target: str, *, plan: str | None, tp: int, prove: bool) -> An
     Raises UsageError for a target or a tp that cannot be, CheckpointError for a file that cannot be
     read, PlanError for a plan file with faults.
     """
+    refuse_code(target)
     if target and _describes_alone(Path(target)):
         target = str(Path(target) / "config.json")
     if plan == "auto":
@@ -72,6 +76,19 @@ def _describes_alone(path: Path) -> bool:
 def is_factory(target: str) -> bool:
     """Whether a target reads as package.module:factory."""
     return _FACTORY.fullmatch(target) is not None
+
+
+def refuse_code(target: str) -> None:
+    """Raises UsageError for a file of Python, which is named by what makes the model in it."""
+    path = Path(target)
+    if path.suffix != ".py":
+        return
+    module = path.stem if path.is_absolute() else ".".join(path.with_suffix("").parts)
+    raise UsageError(
+        f"{target}: a file of Python is no target\n"
+        f"  = help: name what makes the model in it, such as {module}:make_model"
+        + (f", from the folder {path.parent}" if path.is_absolute() else "")
+    )
 
 
 def no_target(target: str) -> UsageError:
