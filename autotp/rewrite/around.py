@@ -55,15 +55,15 @@ def around(
     these places, with where it stands now; each once."""
     seen: set[int] = set()
     todo: list[tuple[str, Any, int]] = []
+    classes: dict[type, None] = {}
     for place, table, key in held:
         value = _given(table.get(key, MISSING))
         if has_objects(value):
             yield place, table, key
-        if not holds(value):
+        if holds(value):
+            classes[type(value)] = None  # its own attributes are looked at anyhow
+        else:
             todo.append((place, value, 1))
-            continue
-        for name, of_class, key in _of_class(value, read):  # its own attributes are looked at anyhow
-            yield f"{place}.{name}", of_class, key
     for space, names in read.globals:
         for name in sorted(names):
             value = space.table.get(name, MISSING)
@@ -87,9 +87,12 @@ def around(
         if id(value) in seen or depth > _DEEP:
             continue
         seen.add(id(value))
+        if holds(value):
+            classes[type(value)] = None
         for name, table, key in _inside(value, read):
             yield f"{place}.{name}", table, key
             todo.append((f"{place}.{name}", table.get(key, None), depth + 1))
+    yield from _of_classes(classes, read)
     for name in sorted(read.variables):
         yield f"os.environ[{name!r}]", os.environ, name
 
@@ -130,21 +133,24 @@ def _inside(value: Any, read: Consulted, deep: int = 2) -> Iterator[tuple[str, T
         return
     if _is_held(value) and len(value) <= _MOST and deep:
         for number, part in enumerate(list(value.values() if isinstance(value, dict) else value)):
-            for name, table, key in _inside(part, read, deep - 1):
+            for name, table, key in (
+                () if isinstance(part, (ModuleType, type)) else _inside(part, read, deep - 1)
+            ):
                 yield f"[{number}].{name}", table, key
     if holds(value):
         table = table_of(value)
         for key in list(table):
             if (key in read.names or key in read.asked) and not key.startswith("__"):
                 yield key, table, key
-        yield from _of_class(value, read)
 
 
-def _of_class(value: Any, read: Consulted) -> Iterator[tuple[str, Table, str]]:
-    for base in (base for base in type(value).__mro__ if not _is_others(base)):
+def _of_classes(kinds: Iterable[type], read: Consulted) -> Iterator[tuple[str, Table, str]]:
+    """What stands on the classes of objects, and not on each."""
+    bases = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if not _is_others(base))
+    for base in bases:
         for key in sorted(vars(base).keys() & (read.names | read.asked)):
-            if has_number(base, key):
-                yield f"{base.__qualname__}.{key}", vars(base), key
+            if has_number(base, key) and not key.startswith("__"):
+                yield f"{name_of(base)}.{key}", vars(base), key
 
 
 _OF_MODULES = frozenset(dir(nn.Module)) - {"forward"}
@@ -180,7 +186,7 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
     code, given = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
     found = {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
-    return {name: value for name, value in found.items() if type(value) not in _PLAIN}
+    return {name: value for name, value in found.items() if has_objects(value) or _is_held(value)}
 
 
 class _Slots(Mapping[str, Any]):
@@ -220,7 +226,7 @@ def table_of(value: Any) -> Mapping[str, Any]:
 
 def holds(value: Any) -> bool:
     """Whether it is an object of a person's class: a config, or something that is called."""
-    if isinstance(value, (nn.Module, torch.Tensor, ModuleType, *_CALLED)) and not isinstance(value, Enum):
+    if isinstance(value, (nn.Module, torch.Tensor, ModuleType, *_CALLED)):
         return False
     kind = type(value)
     has_any = hasattr(value, "__dict__") or any(map(_slots, kind.__mro__))
@@ -306,8 +312,10 @@ def kept(value: Any) -> Any:
 def same(now: Any, value: Any) -> bool:
     """Whether a value is as it was."""
     kind = type(value)
-    alike = type(now) is kind or (kind in _HELD and isinstance(now, kind))
-    if not alike or isinstance(now, torch.Tensor) or holds(value):
+    if kind in _HELD:
+        if not isinstance(now, kind):
+            return False
+    elif type(now) is not kind or isinstance(now, torch.Tensor) or holds(value):
         return False
     try:
         return bool(now == value)
