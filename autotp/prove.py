@@ -308,7 +308,7 @@ class _Prover:
         if self.stands is None:
             self.proof.edits = self._runs().solve(modes)
         else:
-            self._runs().check(modes, self.proof.edits, as_it_runs=True)
+            self.proof.edits = self._runs().check_as_it_runs(modes, self.proof.edits)
 
     def _captured(self, samples: Samples) -> list[tuple[Mode, Trace]]:
         """The traces with other samples."""

@@ -111,7 +111,7 @@ def test_a_shard_left_on_the_model_is_told():
 def test_layers_that_repeat_are_proven_as_if_each_were_recorded(name, changes, plan, monkeypatch):
     """The same cuts, reads, regions, shared copies, calls and notes, with every layer recorded or not; the
     same edits (gpt2), one reduce for each layer's branches (gpt_neox)."""
-    from autotp import prove
+    from autotp import prove, settle
     from autotp.decide import decide_with_proof
 
     repeated = []
@@ -120,8 +120,8 @@ def test_layers_that_repeat_are_proven_as_if_each_were_recorded(name, changes, p
         repeated.append(len(whole.trace.repeats))
         found(whole, before)
 
-    found = prove.spread
-    monkeypatch.setattr(prove, "spread", spread)
+    found = settle.spread
+    monkeypatch.setattr(settle, "spread", spread)
     model = architectures.build(name, device="meta", **({"num_hidden_layers": 4} | changes))
     proofs = [decide_with_proof(model, plan, tp=3, every=every)[1] for every in (False, True)]
     assert repeated[0] > 2 and repeated[-1] == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from autotp.diagnostic import Span
 from autotp.propagate.size_guards import SizeGuard, size_guards
+from autotp.rewrite.edits.edit import Edits
 from autotp.trace.consulted import Consulted
 from autotp.trace.graph import Repeat, Trace
 from autotp.trace.modes import Captured
@@ -49,7 +50,8 @@ class Proven:
     `free` are the arguments in whose place any number may stand; `states` the calls that were proven with
     other attributes of the model than when it was sharded. `read` is what the code that the traces ran reads
     besides, `written` the attributes that the forward itself writes, and whose earlier value it never reads,
-    `left` those in which it leaves a part of a tensor on each rank.
+    `left` those in which it leaves a part of a tensor on each rank. `reopened` are the edits since branches
+    that no trace took were proven with such a call, the last ones last.
     """
 
     calls: frozenset[Traced]
@@ -58,6 +60,7 @@ class Proven:
     left: frozenset[str] = frozenset()
     free: frozenset[str] = frozenset()
     states: dict[str, set[Traced]] = field(default_factory=dict)
+    reopened: list[Edits] = field(default_factory=list)
 
     def alike(self, state: str, call: Traced) -> list[Traced]:
         """The proven calls with these words; what is proven with gradients is without."""

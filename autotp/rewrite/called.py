@@ -34,6 +34,7 @@ from autotp.rewrite.attributes import Attributes
 from autotp.rewrite.free_numbers import free_numbers
 from autotp.rewrite.further import Call, only_calls, proven_anew, whole
 from autotp.rewrite.sized_calls import Check, Sizes, check_of, sizes_of
+from autotp.rewrite.specialise import edit_anew
 from autotp.rewrite.undo import hooks
 from autotp.trace.graph import is_cache, parameters_of
 from autotp.trace.hooks import in_backward, outside_transforms
@@ -147,6 +148,8 @@ class Called:
                 free, asked = self._prove(model, state, given, words, call)
             found = replace(call, sizes=asked)
             self.proven.learn(state, found, free)
+        for edits in self.proven.reopened[-1:]:
+            edit_anew(model, edits)
         self._pass(key, found, given)
         if self.fills and not any(map(is_filled, given.caches())):
             self.before = given.remembered()
@@ -174,15 +177,17 @@ class Called:
             self._raise(model, words, state, f"the model cannot be copied to be proven anew: {error}")
         if self.path:
             only_calls(twin, self.path)
-        further = proven_anew(twin, self.analysis, call, self.before, **how)
+        analysis = replace(self.analysis, code=[self.analysis.code, *self.proven.reopened][-1])
+        further = proven_anew(twin, analysis, call, self.before, **how)
         if further.reason:
             sizes = sizes_of(self.parameters, call.args, call.kwargs)
             self._raise(model, words, state, further.reason, _sized(self.proven.alike(state, called), sizes))
         new = self.proven.unlike(words)
         free, noted = frozenset[str](), further
         if not self.path:
-            free, noted = free_numbers(twin, self.analysis, call, further, self.parameters, new, **how)
+            free, noted = free_numbers(twin, analysis, call, further, self.parameters, new, **how)
         proofs = [each.proof for each in (further, noted) if each.proof is not None]
+        self.proven.reopened += [proof.edits for proof in proofs[:1] if proof.edits != analysis.code]
         for proof in proofs:
             for region in self.analysis.regions:
                 found = proof.regions[region.path].guard
@@ -207,7 +212,9 @@ class Called:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Called:
-        return self  # it learns, and what it learns holds for a copy, too
+        new = copy.copy(self)  # what is proven holds for a copy, too; its own edits may be older ones
+        new.passed = {}
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"passed": {}, "before": None}
@@ -237,7 +244,7 @@ class _Within:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
         model = None if self.model is None else self.model()
-        new = memo[id(self)] = _Within(memo.get(id(model)), self.guard)
+        new = memo[id(self)] = _Within(memo.get(id(model)), copy.deepcopy(self.guard, memo))
         new.attributes = copy.deepcopy(self.attributes, memo) if new.model is not None else None
         return new
 

@@ -13,11 +13,10 @@ from torch import nn
 
 from autotp.match import Matches
 from autotp.propagate.as_rank import distinct_ranks, trace_rank
-from autotp.propagate.propagation import Propagation
+from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.repeated import Unlike
-from autotp.rewrite.edits.bind import Observed
 from autotp.rewrite.edits.edit import Edits
-from autotp.rewrite.edits.solve import Modes, failing, solve
+from autotp.rewrite.edits.solve import Modes, as_it_runs, failing, solve
 from autotp.trace.graph import Trace
 from autotp.trace.layers import Layers
 from autotp.trace.modes import Mode
@@ -50,14 +49,21 @@ class RankRuns:
             next(whole for mode, whole in modes if mode.name == failed).findings.append(finding)
         return edits
 
-    def check(self, modes: Modes, edits: Edits, *, as_it_runs: bool = False) -> None:
-        """Prove each rank's run with these edits; a finding goes to its mode. `as_it_runs` an edit raises for
-        what it has not met.
+    def check(self, modes: Modes, edits: Edits) -> None:
+        """Prove each rank's run with these edits; a finding goes to its mode.
 
         Raises Unlike where repeated layers are left out, and a rank does not run its part.
         """
-        observed = None if as_it_runs else Observed()
-        failed = failing(self.module, modes, self._ranks(modes), self._run, edits, observed)
+        self._told(modes, failing(self.module, modes, self._ranks(modes), self._run, edits))
+
+    def check_as_it_runs(self, modes: Modes, edits: Edits) -> Edits:
+        """As `check`, but that an edit raises for what it has not met. Gives the edits with what of branches
+        that none had taken was proven now."""
+        edits, failed = as_it_runs(self.module, modes, self._ranks(modes), self._run, edits)
+        self._told(modes, failed)
+        return edits
+
+    def _told(self, modes: Modes, failed: tuple[str, int, Finding] | None) -> None:
         if failed is not None:
             self._unlike()
             next(whole for mode, whole in modes if mode.name == failed[0]).findings.append(failed[2])

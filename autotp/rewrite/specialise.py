@@ -33,7 +33,7 @@ from autotp.trace.graph import called, named_place, numbers_in, parameters_of, t
 from autotp.trace.handed import Reader, reader_of
 from autotp.trace.signature import signature
 
-__all__ = ["specialise"]
+__all__ = ["edit_anew", "specialise"]
 
 _KEY = "_autotp_own"
 
@@ -95,6 +95,18 @@ def specialise(
         module = model.get_submodule(path)
         module.__class__ = made[path]
         module.__dict__[_KEY] = own
+
+
+def edit_anew(model: nn.Module, edits: Edits) -> None:
+    """Let each edited module of a sharded model run its part of other `edits`. One whose class was changed
+    since stays as it is."""
+    for path, module in model.named_modules():
+        own = module.__dict__.get(_KEY)
+        if isinstance(own, _Own) and own.edits and type(module) in _MADE.values():
+            new = edits.of(path)
+            if new != own.edits:
+                own.edits = new
+                module.__class__ = _subclass(*_described(type(module).__mro__[1], own))
 
 
 _Described = tuple[type[nn.Module], tuple[str, ...], tuple[str, ...], bool, Edits, int, Group | None]

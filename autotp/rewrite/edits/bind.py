@@ -24,7 +24,7 @@ from autotp.rewrite.edits.statistics import mapping_of
 from autotp.rewrite.edits.text import Insert, NoSource, Source, source_of
 from autotp.rewrite.edits.wrap import swapped, wrapper_of
 
-__all__ = ["KnownBranches", "Observed", "bound", "methods", "texts", "unreached"]
+__all__ = ["KnownBranches", "Observed", "bound", "methods", "reopened", "texts", "unreached"]
 
 
 KnownBranches = dict[tuple[int, int], tuple[FunctionType, object, tuple[Branch, ...]]]
@@ -34,8 +34,10 @@ KnownBranches = dict[tuple[int, int], tuple[FunctionType, object, tuple[Branch, 
 @dataclass
 class Observed:
     """What wrappers met while a model was proven and did not know, numbers and functions, by site; and the
-    branches that were taken. `known` are those of each function, for as long as the model stays as it is."""
+    branches that were taken: of these alone where it runs `as_it_runs` sharded, so that a wrapper raises for
+    what it does not know. `known` are those of each function, for as long as the model stays as it is."""
 
+    as_it_runs: bool = False
     known: KnownBranches = field(default_factory=dict)
     met: dict[tuple[object, ...], list[Any]] = field(default_factory=dict)
     reached: set[tuple[object, ...]] = field(default_factory=set)
@@ -47,8 +49,10 @@ class Observed:
             self.known[key] = function, owner, tuple(branches(source, function, owner))
         return self.known[key][2]
 
-    def note(self, site: tuple[object, ...]) -> Callable[[Any], None]:
+    def note(self, site: tuple[object, ...]) -> Callable[[Any], None] | None:
         """What writes down a value that was met at `site`."""
+        if self.as_it_runs:
+            return None
 
         def write(value: Any) -> None:
             values = self.met.setdefault(site, [])
@@ -124,6 +128,8 @@ def _copy(tree: _Tree, how: _How) -> FunctionType:
     behind: dict[Span, str] = {}
     for edit in tree.edits:
         span = (edit.start, edit.stop)
+        if isinstance(edit.wrapper, Unproven) and observed is not None and observed.as_it_runs:
+            continue  # it is told below whether it was reached
         if isinstance(edit.wrapper, Mapped):
             pieces += [(span, step, mapping_of(edit.wrapper, step, how.group)) for step in edit.wrapper.how]
             behind[span] = edit.wrapper.operand
@@ -237,18 +243,44 @@ def bound(root: nn.Module, edits: Edits, rank: int, observed: Observed | None = 
 
 def unreached(root: nn.Module, edits: Edits, observed: Observed) -> Iterator[Edit]:
     """The branches of edited functions that matter and were not taken, as edits."""
+    for tree, branches_ in _branches(root, edits, observed):
+        yield from _not_taken(tree, branches_, observed)
+
+
+def reopened(root: nn.Module, edits: Edits, observed: Observed) -> Edits:
+    """The edits without those of branches that were taken now; those inside of them that were not raise."""
+    taken = {
+        edit for edit in edits.edits if isinstance(edit.wrapper, Unproven) and edit.site in observed.reached
+    }
+    more: list[Edit] = []
+    for tree, found in _branches(root, edits, observed):
+        marks = {(edit.start, edit.stop) for edit in tree.edits if edit in taken}
+        opened = [branch for branch in found if branch.mark in marks]
+        inside = [branch for branch in found if branch not in opened and any(map(branch.is_in, opened))]
+        more += _not_taken(tree, inside, observed)
+    left = tuple(edit for edit in edits.edits if edit not in taken)
+    return replace(edits, edits=left) | more
+
+
+def _branches(
+    root: nn.Module, edits: Edits, observed: Observed
+) -> Iterator[tuple[_Tree, tuple[Branch, ...]]]:
+    """Every function that is edited, for each of its callers, and its branches."""
     for path, own in edits.modules().items():
         for tree in grown(own).values():
             for each in tree.every():
                 function = each.function.live
                 source = source_of(function.__code__, function.__globals__)
                 owner = root.get_submodule(path) if each is tree else None
-                found: list[Branch] = []
-                for branch in observed.branches(source, function, owner):
-                    inside = any(b.text[0] <= branch.text[0] and branch.text[1] <= b.text[1] for b in found)
-                    if not inside and (*each.place, *branch.mark) not in observed.reached:
-                        found.append(branch)
-                        yield Edit(*each.place, *branch.mark, Unproven())
+                yield each, observed.branches(source, function, owner)
+
+
+def _not_taken(tree: _Tree, branches_: Iterable[Branch], observed: Observed) -> Iterator[Edit]:
+    found: list[Branch] = []
+    for branch in branches_:
+        if not any(map(branch.is_in, found)) and (*tree.place, *branch.mark) not in observed.reached:
+            found.append(branch)
+            yield Edit(*tree.place, *branch.mark, Unproven())
 
 
 def texts(edits: Edits) -> dict[str, list[tuple[Function, tuple[Insert, ...]]]]:

@@ -33,6 +33,10 @@ class Branch:
     mark: Span
     text: Span
 
+    def is_in(self, other: Branch) -> bool:
+        """Whether its text is of another one's."""
+        return other.text[0] <= self.text[0] and self.text[1] <= other.text[1]
+
 
 # Methods of containers, strings and loggers: what they are called on is not known before it runs.
 _PLAIN = frozenset(

@@ -19,7 +19,7 @@ from autotp.propagate import dual
 from autotp.propagate.call import Conflict
 from autotp.propagate.propagation import Finding, Propagation
 from autotp.propagate.repeated import Unlike
-from autotp.rewrite.edits.bind import KnownBranches, Observed, bound, unreached
+from autotp.rewrite.edits.bind import KnownBranches, Observed, bound, reopened, unreached
 from autotp.rewrite.edits.edit import Edit, Edits, Items, Local, Size, TwoNeeds, Whole, Wrapper
 from autotp.rewrite.edits.guide import Guide
 from autotp.rewrite.edits.slow import by_itself, slow
@@ -29,7 +29,7 @@ from autotp.trace.modes import Mode
 from autotp.trace.remembered import Forgotten
 from autotp.trace.sameness import Different
 
-__all__ = ["Modes", "failing", "solve"]
+__all__ = ["Modes", "as_it_runs", "failing", "solve"]
 
 ROUNDS = 12  # a check of the model's own stops a trace, so each takes a round
 TRIES = 12  # edits that may let a run go on which raised
@@ -53,11 +53,30 @@ def solve(
 
 
 def failing(
-    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run, edits: Edits, observed: Observed | None
+    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run, edits: Edits
 ) -> tuple[str, int, Finding] | None:
-    """The first finding of a rank's own trace of the edited model, with its mode and rank. Where nothing is
-    `observed`, what was not met before raises, as it does when the sharded model runs."""
-    return _Search(module, modes, list(ranks), run).first(edits, observed)
+    """The first finding of a rank's own trace of the edited model, with its mode and rank."""
+    return _Search(module, modes, list(ranks), run).first(edits, Observed())
+
+
+def as_it_runs(
+    module: nn.Module, modes: Modes, ranks: Iterable[int], run: Run, edits: Edits
+) -> tuple[Edits, tuple[str, int, Finding] | None]:
+    """The first finding where everything raises that was not met before, as it does when the sharded model
+    runs. Where all that is new are branches that no trace took, and these are proven: the edits without them.
+    """
+    search = _Search(module, modes, list(ranks), run)
+    failed = search.first(edits, None)
+    if failed is None or not search.misplaced:
+        return edits, failed
+    observed = Observed(as_it_runs=True)
+    if search.first(edits, observed) is not None:
+        return edits, failed
+    for repeat in (repeat for _, whole in modes for repeat in whole.trace.repeats):
+        for path, *place in list(observed.reached):
+            twin = repeat.renamed(str(path))
+            observed.reached |= {(twin, *place)} if twin is not None else set()
+    return reopened(module, edits, observed), None
 
 
 class _Search:
@@ -89,7 +108,7 @@ class _Search:
             return Edits(), self.modes[0][0].name, Finding(first, Conflict("AT312", what), ())
         for _ in range(ROUNDS):
             self.missing = []
-            observed = Observed(self.branches)
+            observed = Observed(known=self.branches)
             try:
                 failed = self.first(edits, observed)
                 if failed is None:
@@ -154,7 +173,7 @@ class _Search:
     def _guide(self, edits: Edits, mode: Mode, whole: Propagation, rank: int) -> tuple[Guide, list[Edit]]:
         """The guide of one run, and the edits of which one may help where the run raised."""
         guide = Guide(self.module, whole, rank, edits.edits)
-        with bound(self.module, edits, rank, Observed(self.branches)):
+        with bound(self.module, edits, rank, Observed(known=self.branches)):
             try:
                 self.record(mode, whole, rank, guide)
                 guide.finished = True
