@@ -62,7 +62,7 @@ def test_a_branch_that_no_trace_took_raises(way, text):
     )
     unsharded = built(edited.Branches, way=way)(X)
     for found in run_as(edited.Branches, lambda m: setattr(m, "way", way)):
-        if way in ("other sizes", "call"):  # the branch is right on every rank, which is proven when it is taken
+        if way in ("other sizes", "call"):  # right on every rank, which is proven when it is taken
             torch.testing.assert_close(found, unsharded, rtol=1e-10, atol=1e-12)
         else:
             assert f"way={way!r} since it was sharded: error[AT315]" in found and said in found
