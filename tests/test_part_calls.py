@@ -147,3 +147,25 @@ def test_what_is_computed_again_in_backward_is_no_call_of_a_part(again):
             assert layer.forward.called is None or not layer.forward.called.proven.states
     with pytest.raises(UnprovenPath, match="called by itself"):
         ranks[0].layers[1](X, True)
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 45), nn.Linear(15, 8)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (5, 3)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(torch.softmax(q @ k.mT, -1).matmul(v).transpose(1, 2).flatten(2))
+
+
+def test_an_empty_batch_is_proven_as_any_other():
+    model = Heads().eval()
+    plan = {"qkv": {"style": "column", "sections": 3, "heads": 5}, "out": "row"}
+    analysis = autotp.analyze(model, plan, tp=2, inputs=X)
+    assert analysis.ok, analysis
+    shards = simulate(2, lambda group: apply(copy.deepcopy(model), analysis, group))
+    for shape in ((0, 5, 8), (3, 4, 8)):
+        x = torch.linspace(-1, 1, 96)[: torch.Size(shape).numel()].reshape(shape)
+        for out in simulate(2, lambda group, x=x: shards[group.rank](x)):
+            torch.testing.assert_close(out, model(x))

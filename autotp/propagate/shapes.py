@@ -23,11 +23,12 @@ def view(call: Call, value: Value, shape: tuple[int, ...]) -> Layout:
         return view(call, _flat(call, value), shape)
     if value.shard is None:
         return value.layout
-    known = 0 not in shape and -1 not in shape
-    found: Layout | None = _seen_as(value.shard, value.shape, shape) if known else None
+    source, seen = _filled(value.shape, shape)
+    known = 0 not in seen and -1 not in seen
+    found: Layout | None = _seen_as(value.shard, source, seen) if known else None
     if found is None and known:
-        found = _seen_jointly(value.shard, value.shape, shape)
-    if found is None:
+        found = _seen_jointly(value.shard, source, seen)
+    if found is None or (isinstance(found, Shard) and shape[found.dim] == 0):
         raise Conflict(
             "AT308",
             f"{call.name} {list(value.shape)} -> {list(shape)} cuts through a unit (a head or a section): "
@@ -36,6 +37,18 @@ def view(call: Call, value: Value, shape: tuple[int, ...]) -> Layout:
             notes=(f"{value}",),
         )
     return found
+
+
+def _filled(source: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of a view of an empty value, with sizes in the place of the 0 that keep it a view.
+
+    >>> _filled((0, 9, 48), (0, 6, 8))
+    ((48, 9, 48), (432, 6, 8))
+    """
+    if source.count(0) != 1 or shape.count(0) != 1 or -1 in shape:
+        return source, shape
+    rows = math.prod(size for size in shape if size), math.prod(size for size in source if size)
+    return tuple(size or rows[0] for size in source), tuple(size or rows[1] for size in shape)
 
 
 def _seen_as(shard: Shard, source: tuple[int, ...], shape: tuple[int, ...]) -> Shard | None:
