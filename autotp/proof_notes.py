@@ -147,7 +147,9 @@ def untraceable(error: TraceError, mode: str, samples: Samples, *, warning: bool
             (f"the sharded model will refuse to run in {mode} mode",)
             if warning
             else (
-                "pass inputs= with which the forward runs",
+                "let a module of its own ask for the truth (`if x.max() > n:`), and return what follows"
+                if error.dynamic
+                else "pass inputs= with which the forward runs",
                 'check="shapes" goes on without a proof, on names and shapes only',
             )
         ),

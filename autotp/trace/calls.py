@@ -12,9 +12,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, parameters_of, tensors_in
+from autotp.trace.graph import GRADIENT, OPAQUE, TraceError, parameters_of, said, tensors_in
+from autotp.trace.hooks import asks_values
 from autotp.trace.layers import Layers
-from autotp.trace.repeats import Repeats
+from autotp.trace.repeats import Different, Repeats
 from autotp.trace.seeds import DRAWS
 from autotp.trace.signature import signature, told_of
 from autotp.trace.source import error_span, is_installed
@@ -42,6 +43,7 @@ class Calls(Values):
             set()
         )  # memory that one may have given on: two names in truth, one in no trace
         self._failed: tuple[BaseException, str] | None = None
+        self._raised: list[tuple[BaseException, str]] = []  # what no run raises, and in which module
         self._signatures: dict[int, tuple[tuple[str, Any], ...]] = {}  # by function: layers share theirs
 
     def watch(self, before: Boundary | None, after: Boundary | None, opaque: frozenset[str]) -> None:
@@ -142,7 +144,7 @@ class Calls(Values):
         (value,) = into.values()
         if out is value or self.paused(lambda: out.grad_fn is value.grad_fn):
             return False  # written in place: what the gradient goes to is no more
-        here = len(self.trace.graph.nodes)
+        here, raised = len(self.trace.graph.nodes), len(self._raised)
         node = self.create(GRADIENT, (self.node(out),), {}, [])
         gradient: torch.Tensor = self.paused(lambda: torch.empty_like(out, requires_grad=False))
         node.meta["val"] = val_of(gradient)
@@ -150,9 +152,12 @@ class Calls(Values):
         was, self.running = self.running, True
         try:
             (found,) = torch.autograd.grad(out, value, gradient, retain_graph=True)
+            for error, _ in self._raised[raised:]:  # and caught
+                raise error
         except Exception:
             for late in reversed(list(self.trace.graph.nodes)[here:]):
                 self.trace.graph.erase_node(late)
+            del self._raised[raised:]
             return False  # it cannot be recorded, so that it stays unknown
         finally:
             self.running = was
@@ -161,13 +166,30 @@ class Calls(Values):
             inside.meta["custom"] = None
         return True
 
-    def error(self, error: Exception) -> TraceError:
-        """Where the forward failed, in the words of the exception."""
+    def raised(self, error: BaseException) -> None:
+        """Note what is raised in a recording and in no run: the model's code may catch it, and go on."""
+        if self.way is not None:
+            self.way.failed = True
+        elif self.recording:
+            self._raised.append((error, self.stack[-1][0]))
+
+    def check(self) -> None:
+        """Raise Different or TraceError where the forward ended well, but caught what no run raises."""
+        if self._raised and isinstance(self._raised[0][0], Different):
+            raise self._raised[0][0]
+        if self._raised:
+            raise self.error(None)
+
+    def error(self, error: Exception | None) -> TraceError:
+        """Where the forward failed, in the words of the exception: of the first that no run raises, where it
+        was caught."""
         path = self._failed[1] if self._failed is not None and self._failed[0] is error else ""
-        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        first, within = self._raised[0] if self._raised else (error, path)
+        caught = first is not error
+        assert first is not None
         return TraceError(
-            text, path, error_span(error),
-            dynamic=_is_dynamic(error), ops=len(self.trace.ops()), trace=self.trace,
+            said(first, caught=caught), within if caught else path, error_span(first),
+            dynamic=caught or asks_values(first), ops=len(self.trace.ops()), trace=self.trace,
         )  # fmt: skip
 
     def paused(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -183,37 +205,51 @@ class Calls(Values):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            """One node. Its results are those of the ways through the module, where they can be told. Else
-            one is guessed to be like the first floating tensor that goes in: of installed code, as experts
-            are that loop over their tokens; of a user's own code the proof refuses it."""
             if self.way is not None:
                 return inner(*args, **kwargs)
             self.repeats.break_off()
-            given = [t for _, t, _ in tensors_in((args, kwargs))]
-            run = self._way_of(inner, args, kwargs)
-            found = self.paused(ways, module, (args, kwargs), run, _is_dynamic)
-            guess = next((t for t in given if _differentiable(t)), None)
-            if found is None and guess is None:
-                raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
-            own = [*given, *module.parameters(), *module.buffers()]
-            if found is not None:
-                results, left = found.results, found.left
-                own += filter(self.knows, found.used)
-            elif is_installed(type(module)):
-                if any(type(value) in (dict, list, set) for value in (*args, *kwargs.values())):
-                    raise RuntimeError("an opaque module is given what it may change, and autotp cannot tell")
-                results, left = [guess], self.paused(_may_change, module)
-            else:
-                results, left = [guess], set()
-                self.trace.guessed.add(path)
-            self.trace.changed.setdefault(path, set()).update(left)
-            if left or found is None:  # by which a later call may go another way
-                own += [t for other in self._held_by(module) for t in other.parameters()]
-            out = self._opaque(results, list({id(t): t for t in own}.values()), found)
-            self.trace.gives.setdefault(path, set()).add(self.paused(told_of, out))
-            return out
+            try:
+                return self._result_of(path, module, inner, args, kwargs)
+            except Exception as error:
+                self.raised(error)
+                raise
 
         return forward
+
+    def _result_of(
+        self,
+        path: str,
+        module: nn.Module,
+        inner: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One node. Its results are those of the ways through the module, where they can be told. Else
+        one is guessed to be like the first floating tensor that goes in: of installed code, as experts
+        are that loop over their tokens; of a user's own code the proof refuses it."""
+        given = [t for _, t, _ in tensors_in((args, kwargs))]
+        run = self._way_of(inner, args, kwargs)
+        found = self.paused(ways, module, (args, kwargs), run)
+        guess = next((t for t in given if _differentiable(t)), None)
+        if found is None and guess is None:
+            raise RuntimeError("an opaque module is given no floating tensor, so its result is not known")
+        own = [*given, *module.parameters(), *module.buffers()]
+        if found is not None:
+            results, left = found.results, found.left
+            own += filter(self.knows, found.used)
+        elif is_installed(type(module)):
+            if any(type(value) in (dict, list, set) for value in (*args, *kwargs.values())):
+                raise RuntimeError("an opaque module is given what it may change, and autotp cannot tell")
+            results, left = [guess], self.paused(_may_change, module)
+        else:
+            results, left = [guess], set()
+            self.trace.guessed.add(path)
+        self.trace.changed.setdefault(path, set()).update(left)
+        if left or found is None:  # by which a later call may go another way
+            own += [t for other in self._held_by(module) for t in other.parameters()]
+        out = self._opaque(results, list({id(t): t for t in own}.values()), found)
+        self.trace.gives.setdefault(path, set()).add(self.paused(told_of, out))
+        return out
 
     def _held_by(self, module: nn.Module) -> list[nn.Module]:
         """The modules of the model that a module may reach besides its own."""
@@ -272,13 +308,6 @@ class Calls(Values):
 
 def _new_like(tensor: torch.Tensor, needs: bool) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False).requires_grad_(needs).view_as(tensor)
-
-
-def _is_dynamic(error: BaseException) -> bool:
-    """Did the forward ask for a value that a recording does not have?"""
-    names = ("DataDependent", "DynamicOutputShape", "UnsupportedMutationAliasing")
-    text = f"{type(error).__name__}: {error}"
-    return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
 
 
 def _may_change(module: nn.Module) -> set[str]:

@@ -17,9 +17,11 @@ from autotp.trace.calls import Boundary
 from autotp.trace.copies import copied
 from autotp.trace.exported import Converted
 from autotp.trace.exporting import Watch
-from autotp.trace.graph import Trace, TraceError, tensors_in
+from autotp.trace.graph import Trace, TraceError, said, tensors_in
+from autotp.trace.hooks import told
 from autotp.trace.noting import noting, shape_name
 from autotp.trace.source import error_span
+from autotp.trace.unknown import unknown
 from autotp.trace.untouched import untouched
 
 __all__ = ["export"]
@@ -43,11 +45,18 @@ def export(
         new_args, new_kwargs = _to_meta(module, args, kwargs, grad=grad, shapes=shapes or {})
         watch = Watch(module, before, after)
         try:
-            with torch.device("meta"), torch.set_grad_enabled(grad), noting(shape_name) as notes:
+            with (
+                torch.device("meta"),
+                torch.set_grad_enabled(grad),
+                noting(shape_name) as notes,
+                unknown(watch.told),
+                told(watch.told),
+            ):
                 program = torch.export.export(module, new_args, new_kwargs, strict=False)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            raise TraceError(text, watch.failed, error_span(error)) from error
+            raise TraceError(said(error), watch.failed, error_span(error)) from error
+        for caught, path in watch.raised:
+            raise TraceError(said(caught, caught=True), path, error_span(caught)) from caught
         first = _first_names(module)
     trace = Converted(program, watch, first, grad=grad, inputs=(args, dict(kwargs))).trace
     trace.compared, trace.asked = notes.compares, notes.asked

@@ -54,6 +54,8 @@ class Watch:
         self.returned: dict[str, Any] = {}
         self.outputs: list[tuple[str, bool]] = []
         self.failed = ""
+        self.raised: list[tuple[Exception, str]] = []  # what no run raises, and in which module
+        self._inside: list[str] = []
         self._error: BaseException | None = None
         paths: dict[int, str] = {}
         for path, module in root.named_modules():
@@ -75,6 +77,7 @@ class Watch:
             self.calls[path] = call = self.calls.get(path, 0) + 1
             self.given.setdefault(path, []).append(signature(parameters, args, kwargs))
             _border(path, call - 1, "entered", (args, kwargs))
+            self._inside.append(path)
             try:
                 if before is not None:
                     args = tuple(_replaced(a, b) for a, b in _aside(lambda v: before(path, v), args))
@@ -92,8 +95,15 @@ class Watch:
                 if self._error is not error:
                     self._error, self.failed = error, path
                 raise
+            finally:
+                self._inside.pop()
 
         return forward
+
+    def told(self, error: Exception) -> None:
+        """A value is asked for that is not known; the model's code may catch what that raises."""
+        if self._inside:
+            self.raised.append((error, self._inside[-1]))
 
 
 def _border(path: str, call: int, kind: str, value: Any) -> None:

@@ -20,7 +20,7 @@ from autotp.trace.noted import Asked, Compared, plain
 
 __all__ = [
     "GRADIENT", "OPAQUE", "REPEATED", "Output", "Repeat", "Trace", "TraceError", "Val", "called", "is_cache",
-    "named_place", "numbers_in", "parameters_of", "parts_of", "tensors_in",
+    "named_place", "numbers_in", "parameters_of", "parts_of", "said", "tensors_in",
 ]  # fmt: skip
 
 
@@ -47,6 +47,16 @@ class TraceError(Exception):
         self.module = module
         self.source = source
         self.dynamic = dynamic
+
+
+def said(error: BaseException, *, caught: bool = False) -> str:
+    """An exception in a line; `caught`, though no run raises it, by the model's code.
+
+    >>> said(ValueError("no"), caught=True)
+    "ValueError: no; the model's code catches this, and goes on as no run does"
+    """
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return f"{text}; the model's code catches this, and goes on as no run does" if caught else text
 
 
 @dataclass(frozen=True)

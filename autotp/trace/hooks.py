@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "Symbolic",
     "Template",
     "aside",
+    "asks_values",
     "copied",
     "data_like",
     "device",
@@ -48,12 +49,14 @@ __all__ = [
     "like",
     "memory",
     "modes_off",
+    "of_fakes",
     "only_fakes",
     "outside_transforms",
     "python_dispatcher",
     "sizes",
     "storage",
     "symbolic",
+    "told",
     "transformed",
     "wrapped",
 ]  # fmt: skip
@@ -221,6 +224,54 @@ def storage(tensor: torch.Tensor) -> int:
 
 def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
+
+
+def asks_values(error: BaseException) -> bool:
+    """Whether an error is of a forward that asks for a value which a recording does not have."""
+    names = ("DataDependent", "DynamicOutputShape", "UnsupportedMutationAliasing")
+    text = f"{type(error).__name__}: {error}"
+    return any(n in text for n in names) or "non-nested SymInt" in text or "data-dependent" in text.lower()
+
+
+def of_fakes(error: BaseException) -> bool:
+    """Whether an op of real tensors would not raise this error."""
+    of_torch = type(error).__module__.startswith(("torch._subclasses", "torch.fx"))
+    unwritten = isinstance(error, (AssertionError, NotImplementedError)) or "fake impl" in str(error)
+    return of_torch or unwritten or asks_values(error)
+
+
+@contextlib.contextmanager
+def told(tell: Callable[[Exception], None]) -> Iterator[None]:
+    """While the context lasts, `tell` is called with each error that leaves a fake tensor's op for want of a
+    value, or is raised where the number is asked for that values decide."""
+    depth = 0
+
+    def telling(inner: Callable[..., Any], any_error: bool) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                return inner(*args, **kwargs)
+            except Exception as error:
+                if depth == 1 and (any_error or of_fakes(error)):
+                    tell(error)
+                raise
+            finally:
+                depth -= 1
+
+        return method
+
+    owners: list[tuple[Any, str]] = []
+    if MISSING is None:
+        owners = [(ShapeEnv, "evaluate_expr"), (FakeTensorMode, "dispatch")]
+    before = [getattr(owner, name) for owner, name in owners]
+    try:
+        for (owner, name), inner in zip(owners, before, strict=True):
+            setattr(owner, name, telling(inner, owner is ShapeEnv))
+        yield
+    finally:
+        for (owner, name), inner in zip(owners, before, strict=True):
+            setattr(owner, name, inner)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -196,11 +196,12 @@ def _readers(name_of: Name, log: Notes) -> dict[str, Any]:
         return noted(found, dims_of(tensor), log) if _own() else found
 
     def length(tensor: torch.Tensor) -> Any:
-        if _own() and (name := name_of(tensor)) is not None:
+        number = measured(tensor)
+        known = type(plain(number)) is int  # else values decide it
+        if known and _own() and (name := name_of(tensor)) is not None:
             log.escaped(frozenset([(name, 0)]))
-            number = measured(tensor)
             log.ask(Size((name, 0), number), number, frozenset([(name, 0)]))
-        return measured(tensor)
+        return number
 
     def iterate(tensor: torch.Tensor) -> Any:
         shape = base.shape.__get__(tensor)

@@ -45,10 +45,10 @@ from autotp.trace.sameness import Different
 from autotp.trace.seeds import SEEDED, Seeds, may_draw
 from autotp.trace.source import outermost
 from autotp.trace.surroundings import functions, quiet, same_draws, step_by_step
+from autotp.trace.unknown import unknown
 from autotp.trace.untouched import only_forward_is_new, untouched
 from autotp.trace.values import Known, val_of
 from autotp.trace.walked import looks, rows_of
-from autotp.trace.ways import Way
 
 _TRIES = 6  # recordings in which layers are found not to be what they look like
 DRAWN = 0.5
@@ -189,11 +189,14 @@ def _record(
                     names = [name for name, _ in parameters_of(module.forward)]
                     args, kwargs = notes.arguments(names, args, kwargs)
             stack.enter_context(asked(recorder.asked))
+            stack.enter_context(unknown(recorder.raised))
+            stack.enter_context(hooks.told(recorder.told))
             stack.enter_context(hooks.python_dispatcher())
             stack.enter_context(recorder)
             stack.enter_context(watching(tracer))
             try:
                 out = module(*args, **kwargs)
+                recorder.check()
                 if then is not None:
                     recorder.finish(out)
                     recorder.trace.calls = {}
@@ -201,6 +204,7 @@ def _record(
                     args, kwargs = recorder.paused(then, out, (args, kwargs))
                     recorder.place(args, kwargs, "step ")
                     out = module(*args, **kwargs)
+                    recorder.check()
             except TraceError:
                 raise
             except Exception as error:
@@ -222,11 +226,20 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         self._remembered = Remembered(fakes.fakes, on=remember)
         self.overwritten = Overwritten()
         self.seeds = Seeds()
+        self._inside = False  # an op that runs
         self._walked: set[fx.Node] = set()  # rows of a loop that values decide, and what comes of them
 
     def op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.recording:
-            return func(*args, **kwargs) if self.way is None else self._on_a_way(self.way, func, args, kwargs)
+        if not self.recording and self.way is None:
+            return func(*args, **kwargs)
+        try:
+            return self._on_a_way(func, args, kwargs) if self.way else self._recorded(func, args, kwargs)
+        except BaseException as error:
+            if self.way or isinstance(error, (_Refused, Different)) or hooks.of_fakes(error):
+                self.raised(error)
+            raise
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._guide is not None:
             func, args, kwargs = self.paused(self._guide, func, args, kwargs)
         if not self.repeats.inside:
@@ -235,14 +248,12 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         placed = self.argument(tuple(args)), self.argument(dict(kwargs))
         walked = bool(self._walked) and any(map(self._of_rows, inputs))
         if walked and self._guide is None and looks(func):
-            raise RuntimeError(
-                "a loop over rows that values decide asks for the number of a row: data-dependent"
-            )
+            raise _Refused("a loop over rows that values decide asks for the number of a row: data-dependent")
         written = written_by(func, args, kwargs)
         if self.given_on and any(
             key[0] in self.given_on for t in written if (key := self._key(t)) is not None
         ):
-            raise RuntimeError(
+            raise _Refused(
                 "it writes in place into what a module that cannot be looked into may have given on as it is"
             )
         mutated = [self.node(t) for t in written]
@@ -290,18 +301,27 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
         if rows is not None:  # whose values are known, so that code may index by them
             self._walked.add(next(reversed(self.trace.graph.nodes)))
             return self.paused(lambda: [torch.tensor(row, device=args[0].device) for row in rows])
-        was, self.running = self.running, True
+        return self._kernel(func, args, kwargs)
+
+    def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        was, self.running, self._inside = (self.running, self._inside), True, True
         try:
             return self._remembered.run(func, args, kwargs)
         finally:
-            self.running = was
+            self.running, self._inside = was
 
-    def _on_a_way(self, way: Way, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def told(self, error: Exception) -> None:
+        """A number that values decide is asked for, by the model's code or inside of an op."""
+        if not self._inside:
+            self.raised(error)
+
+    def _on_a_way(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op of a module that is not looked into."""
         written = written_by(func, args, kwargs)
         if written:
             self._remembered.written(written, [*tensors_of(args), *tensors_of(kwargs)])
-        return way.op(self._remembered.run, func, args, kwargs)
+        assert self.way is not None
+        return self.way.op(self._kernel, func, args, kwargs)
 
     def _of_rows(self, tensor: torch.Tensor) -> bool:
         node = self.node(tensor)
@@ -315,6 +335,11 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
             if self.repeats.following is not None:  # a layer that is only compared with another
                 return shape_name(tensor)
             return self.place_of(tensor)
+
+    def check(self) -> None:
+        """Raise Forgotten, Different or TraceError where the forward ended well, but caught one."""
+        self._remembered.check()
+        Calls.check(self)
 
     def asked(self) -> None:
         """Code asks a tensor how autograd sees it."""
@@ -341,7 +366,6 @@ class _Recorder(Calls, hooks.OpMode):  # type: ignore[no-untyped-call]
 
     def close_graph(self) -> None:
         """Note what the forward left on modules, and close the graph."""
-        self._remembered.check()
         for path, module in self._modules:
             before = self._attributes.get(id(module), {})
             if only_forward_is_new(vars(module), before):
@@ -359,6 +383,10 @@ def _is(one: Any, other: Any) -> bool:
     """Whether two values are one; a number that notes what it is compared with is the number."""
     value = plain(other)
     return one is other or (type(one) is type(value) and isinstance(value, (int, float)) and one == value)
+
+
+class _Refused(RuntimeError):
+    """What a recording cannot follow."""
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "forward")

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.trace.branches import unwatched
 from autotp.trace.handled import may_be_caught
-from autotp.trace.hooks import symbolic
+from autotp.trace.hooks import asks_values, symbolic
 from autotp.trace.noted import plain
 from autotp.trace.operands import tensors_of
 from autotp.trace.seeds import may_draw
@@ -59,12 +59,8 @@ class Way:
     def __init__(self, answers: tuple[bool, ...]) -> None:
         self.answers, self.used, self.ops = list(answers), list[torch.Tensor](), list[str]()
         self.draws: list[Drawing] = []
-        self._next = self._pending = 0
-
-    @property
-    def failed(self) -> bool:
-        """Whether an op raised."""
-        return self._pending > 0
+        self.failed = False  # whether anything was raised for want of a value: the module may catch it
+        self._next = 0
 
     def op(self, run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op's result, by `run` where no question is asked."""
@@ -73,18 +69,14 @@ class Way:
         self.ops.append(f"{func}{_said((args, kwargs))}")
         if may_draw(func):
             self.draws.append(pytree.tree_map_only(torch.Tensor, lambda _: None, (func, args, kwargs)))
-        self._pending += 1  # until it is answered: the module may catch what is raised here
         if func not in _TRUTH or inputs[0].__dict__.get("constant") is not None:
-            result = run(func, args, kwargs)
-            self._pending -= 1
-            return result
+            return run(func, args, kwargs)
         if func is not _TRUTH[0] and inputs[0].dtype is not torch.bool:
             raise _Asked(f"{func} gives a number")
         if self._next == len(self.answers):
             if self._next == _MOST:
                 raise _Asked("too much")
             self.answers.append(False)
-        self._pending -= 1
         self._next += 1
         return self.answers[self._next - 1]
 
@@ -101,9 +93,7 @@ class Ways:
     left: set[str] = field(default_factory=set)
 
 
-def ways(
-    module: nn.Module, given: Any, run: Callable[[Way], Any], is_dynamic: Callable[[BaseException], bool]
-) -> Ways | None:
+def ways(module: nn.Module, given: Any, run: Callable[[Way], Any]) -> Ways | None:
     """What `run` gives on each way through `module`, which is called with `given`; None where it cannot be
     told, or where the ways give what is unlike. Raises RuntimeError where a way changes what it is given, or
     how torch computes, or raises what code around may catch."""
@@ -124,7 +114,7 @@ def ways(
             if way.failed:
                 return None
         except Exception as error:
-            if isinstance(error, _Asked) or is_dynamic(error):
+            if isinstance(error, _Asked) or asks_values(error):
                 return None
             if may_be_caught():
                 raise RuntimeError(_CAUGHT) from error
