@@ -22,7 +22,7 @@ import numpy
 import torch
 
 from autotp.trace.graph import called, is_cache, parts_of, tensors_in
-from autotp.trace.hooks import sizes
+from autotp.trace.hooks import FAKE, sizes
 from autotp.trace.noted import arguments_in, is_noted, plain
 
 __all__ = [
@@ -116,13 +116,19 @@ def coarse(word: str) -> str:
 
 
 def told_of(result: Any) -> frozenset[tuple[str, str]]:
-    """The coarse words of what a module gives, with which tensors require a gradient.
+    """The coarse words of what a module gives, with which tensors require a gradient, or are of a class of
+    their own.
 
     >>> sorted(told_of((torch.zeros(2, 3), 1.5)))
     [('', 'tuple of 2'), ('[0]', 'a tensor of 2 dims'), ('[1]', '1.5')]
     """
     words = described(result, "").items()
-    return frozenset((p, coarse(w) + (GRADIENT if w.endswith(GRADIENT) else "")) for p, w in words)
+    told = {(p, coarse(w) + (GRADIENT if w.endswith(GRADIENT) else "")) for p, w in words}
+    kinds = ((p, type(t)) for p, t, _ in tensors_in(result))
+    return frozenset(told | {(p, f"a {_class(kind)}") for p, kind in kinds if kind not in _TENSORS})
+
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter, FAKE)
 
 
 def with_gradient(word: str) -> str:
