@@ -135,6 +135,11 @@ def undecided(plan: Plan, inventory: Inventory, claims: Claims) -> Iterator[Diag
         close = nearest(pattern, modules) or nearest(pattern, inventory.tensors())
         near = " or ".join(f"`{name}`" for name in close)
         help = (f"did you mean {near}?",) if near else () if all_lost else _layers(inventory)
+        if not near and not all_lost:
+            help = (
+                *help,
+                f"or let it match nothing where a model or a file has none: `optional: [{pattern}]`",
+            )
         if _REGULAR.search(pattern):
             help = (
                 *help,

@@ -135,6 +135,7 @@ error[AT201]: rule `fc3` matches nothing in mlp
  4 |   fc3: row
    |   ^^^
   = help: its layers: `fc1`, `fc2`
+  = help: or let it match nothing where a model or a file has none: `optional: [fc3]`
 
 error[AT203]: fc1: 2 heads over tp=3: fewer heads than ranks
   --> mlp.yaml:3:3
