@@ -78,6 +78,39 @@ def test_a_new_call_of_a_forward_of_one_instance_is_proven(kind, tp):
             these[0](X, "wrong")
 
 
+class ClosesOver(nn.Module):
+    """A copy of it would run the module that it was made on."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 6)
+        self.forward = lambda x, way="plain": self.fc2(WAYS[way](self.fc1(x)))
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = ClosesOver()
+
+    def forward(self, x, way="plain"):
+        return self.inner(x, way)
+
+
+@pytest.mark.parametrize("kind", [ClosesOver, Around])
+def test_a_new_call_of_a_forward_that_closes_over_its_module_raises(kind):
+    expected = randomised(kind(), seed=0)(X)
+
+    def rank(group):
+        model = autotp.shard(randomised(kind(), seed=0).eval(), PLAN, group, inputs=X)
+        y = model(X)
+        with pytest.raises(UnprovenPath, match=r"cannot be copied .* closes over a ClosesOver, .* a method"):
+            model(X, "other")
+        return y
+
+    for y in simulate(2, rank):
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+
+
 class Property(Model):
     """A part whose forward is chosen by a property."""
 

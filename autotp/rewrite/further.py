@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -203,7 +204,22 @@ def whole(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], hooks: Hooks)
     twin = copy.deepcopy(model, memo)
     undo(twin, twin.__dict__.pop("_autotp").changes)  # the copy's own: a bound method is of a module
     without_later(twin, hooks)
+    _refuse_living(twin, model)
     return twin
+
+
+def _refuse_living(twin: nn.Module, model: nn.Module) -> None:
+    """Raises ValueError where a forward closes over a module of the sharded model: a copy would run that."""
+    living = set(model.modules())
+    for path, module in twin.named_modules():
+        forward = module.__dict__.get("forward")
+        held = inspect.getclosurevars(forward).nonlocals.values() if isinstance(forward, FunctionType) else ()
+        for value in held:
+            if isinstance(value, nn.Module) and value in living:
+                raise ValueError(
+                    f"the forward of {path or type(twin).__name__} is a function that closes over a "
+                    f"{type(value).__name__}, and would run that one; let it be a method"
+                )
 
 
 def only_calls(twin: nn.Module, path: str) -> None:
