@@ -62,7 +62,10 @@ def read_around(trace: Trace, read: Consulted) -> Iterator[Diagnostic]:
             "its forward asks for a number of a tensor (`.item()`, `.tolist()`, `nonzero`), or gives what is "
             "unlike by the answers, so it is not known what it reads, changes and gives",
             module=path,
-            help=("let it decide by the truth of a tensor alone (`if x.max() > n:`), with results alike",),
+            help=(
+                "let it decide by the truth of a tensor alone (`if x.max() > n:`), with results alike",
+                "a branch that gives an argument itself is unlike one that gives a new tensor: `x.clone()`",
+            ),
         )
     for path, names in trace.changed.items():
         known = read.names | read.asked | _words(read) | {CLOSED_OVER}

@@ -191,7 +191,9 @@ class _Prover:
             when.setdefault(found.covered.get(mode.name, mode.name), set()).add(word)
             proof.draws |= {by_python(word)} if trace.numbers_drawn else set()
         for mode, whole in ran:
-            proof.diagnostics += read_around(whole.trace, around) if proof.cuts else ()
+            if proof.cuts:  # what several modes show is said once
+                told = read_around(whole.trace, around)
+                proof.diagnostics += [d for d in told if d not in proof.diagnostics]
             if whole.findings:
                 proof.diagnostics += diagnose(whole)
                 return

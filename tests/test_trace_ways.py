@@ -97,6 +97,27 @@ def test_nothing_sharded_may_go_in():
         autotp.verify(Turned(Turns(), late=True), PLAN, tp=2, inputs=X)
 
 
+class Halved(nn.Module):
+    """The argument itself, or a copy of it, where it is small."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, x):
+        return x / 2 if x.abs().max() > 3 else self.give(x)
+
+
+def test_an_argument_that_is_given_back_is_unlike_a_new_tensor_and_a_copy_of_it_is_the_remedy():
+    def found(give):
+        model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 6), Halved(give))
+        return autotp.analyze(model, {"0": "column", "2": "row"}, tp=2, inputs=torch.ones(5, 6))
+
+    (one,) = [d for d in found(lambda x: x).diagnostics if d.severity == "error"]
+    assert (one.code, one.module) == ("AT326", "3") and "x.clone()" in one.help[1]
+    assert found(torch.clone).ok
+
+
 def test_a_later_way_that_gives_something_else_raises():
     """What the module keeps shows a way that no trace had."""
     model = Turned(Turns())
