@@ -18,6 +18,7 @@ from autotp.plan import Plan
 from autotp.proof import Proof
 from autotp.propagate.given import Proven
 from autotp.propagate.reads import held_reads
+from autotp.propagate.regions import Region
 from autotp.prove import prove, uncollected
 from autotp.rewrite.apply import refuse_sharded
 from autotp.rewrite.edits.diff import diff
@@ -197,6 +198,16 @@ def _collectives(analysis: Analysis, proof: Proof) -> list[Collective]:
     for (path, mapping), calls in proof.mapped.items():
         found += collectives_of(mapping, path, calls=calls * proof.calls.get(path, 1))
     for region in proof.regions.values():
-        for mapping, places in (("copy", region.copied), ("reduce", region.reduced)):
-            found += collectives_of(mapping, region.path, calls=len(places) * proof.calls.get(region.path, 1))
+        if copies := _copies(region, proof):
+            found += collectives_of("copy", region.path, calls=copies)
+        if reduces := len(region.reduced) * proof.calls.get(region.path, 1):
+            found += collectives_of("reduce", region.path, calls=reduces)
     return found
+
+
+def _copies(region: Region, proof: Proof) -> int:
+    """How many values are copied at a border in one forward: one that is given twice has one copy."""
+    traces = [whole.trace for whole in proof.propagations.values()]
+    calls = [trace.entered.get(region.path, []) for trace in traces]
+    values = [[{n for place, n in call if place in region.copied} for call in entered] for entered in calls]
+    return max((sum(map(len, entered)) for entered in values), default=0)

@@ -15,6 +15,17 @@ from tests import models
 from tests.models import verified
 
 PLAN = {"fc1": "column", "fc2": "row"}
+ENCODER = {
+    "in_proj_weight": {"style": "column", "dim": 0, "sections": 3, "heads": 4},
+    "in_proj_bias": {"style": "column", "dim": 0, "sections": 3, "heads": 4},
+    "out_proj.weight": {"style": "row", "dim": 1, "heads": 4},
+    "linear1": "column",
+    "linear2": "row",
+}
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(12, 4, 25, dropout=0.0, batch_first=True)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +36,8 @@ PLAN = {"fc1": "column", "fc2": "row"}
         (models.Twice, PLAN, 3),
         (models.FusedGate, {"gate_up": {"style": "column", "sections": 2}, "down": "row"}, 3),
         (models.bert, "bert", 2),
+        # its attention is given one value three times, which is copied once
+        pytest.param(encoder, ENCODER, 3, marks=pytest.mark.slow),
         # its norms compute in float32, and in float64 where it is compared
         pytest.param(models.llama, "llama", 4, marks=pytest.mark.slow),
     ],
