@@ -29,8 +29,10 @@ def rule_line(pattern: str, rule: Rule, **changes: object) -> str:
 
     >>> rule_line("fc1", Rule(style="column"), gather_output=True)
     'fc1: {style: column, gather_output: true}'
+    >>> rule_line("w", Rule(style="column", dim=0), heads=2)
+    'w: {style: column, dim: 0, heads: 2}'
     """
-    options = {k: v for k, v in rule.model_dump().items() if v not in (None, False)} | changes
+    options = {k: v for k, v in rule.model_dump().items() if v is not None and v is not False} | changes
     options = {k: v for k, v in options.items() if v is not None}
     if set(options) == {"style"}:
         return f"{pattern}: {options['style']}"
