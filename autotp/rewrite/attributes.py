@@ -2,7 +2,8 @@
 
 A flag that the forward reads (`model.causal = True`, `model.config.use_cache = False`) may take another way
 as an argument does. So before each call those attributes are looked at whose names stand in the code that
-the traces ran, and what else that code reads (`rewrite/around.py`); comparing one takes some 40 ns. What the
+the traces ran, or in what it reads (`getattr(self, self.word)`), all of an object that it reads whole, and
+what else that code reads (`rewrite/around.py`); comparing one takes some 40 ns. What the
 forward itself writes, and no later call reads, is left out, and tensors and hooks that were put in place of
 others are not looked at. A module whose flag `training` is another than the model's counts as such an
 attribute. With a module that was put in place of another, and does not hold it, no call can be proven. What
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +36,7 @@ from autotp.rewrite.around import (
     word_of,
 )
 from autotp.trace.carried import methods_of
-from autotp.trace.consulted import Consulted, asked_in, names_in
+from autotp.trace.consulted import ANY, ASKING, Consulted, asked_in, names_in
 
 __all__ = ["Attributes"]
 
@@ -57,23 +59,29 @@ class Attributes:
     ) -> None:
         self.state, self.replaced = "", ""
         self.values: dict[_Place, dict[str, Any]] = {}
+        self.whole: set[_Place] = set()  # of which the code may read every attribute
         self.read, self.written = read, written
+        self.modules: dict[str, Any] = {"": model} | {place: child for place, _, _, child in _children(model)}
+        self.read = replace(read, asked=read.asked | _words(self._stored(), read))
         self.dtype = _dtype(model)
         self.asked = {name: ask() for name, ask in _SURROUNDINGS.items() if name in read.names}
         self._around = self.asked
-        self.modules: dict[str, Any] = {"": model} | {place: child for place, _, _, child in _children(model)}
         self.words = _worded(self._outside())
         self.empty = frozenset(place for place, *_ in self._empty())
         self._seen: Seen | None = None
         self._sizes: list[tuple[Mapping[str, Any], int]] = []
-        for place, held in _holders(self.modules):
-            path = place[0]
+        read = self.read
+        for place, value in _objects(self.modules):
+            path, held = place[0], table_of(value)
             module = None if place[1] else self.modules[path]
             if module is not None and _has_one_way(module):
                 self.values[place] = {"forward": held.get("forward", MISSING)}
                 continue
             names = read.names | read.asked | _read_by(_class(self.modules[path]), True)
             keys = {key for key in held if key in names and is_plain(held[key])}
+            if self._reads_all(value):
+                self.whole.add(place)
+                keys |= {key for key in held if is_plain(held[key])}
             if module is None:
                 keys |= (read.names | read.asked) - held.keys()
             else:
@@ -87,7 +95,7 @@ class Attributes:
             found = {
                 key: kept(held.get(key, MISSING)) for key in sorted(keys) if names_of[key] not in written
             }
-            if found:
+            if found or place in self.whole:
                 self.values[place] = found
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -136,6 +144,18 @@ class Attributes:
             if len(held) != size:
                 return True
         return self._seen.is_other()
+
+    def _reads_all(self, value: Any) -> bool:
+        if isinstance(value, nn.Module):
+            return self.read.any_name and not ANY.isdisjoint(_read_by(_class(value)))
+        return self.read.reads_all(type(value))
+
+    def _stored(self) -> Iterator[Any]:
+        """What stands where the code reads, in attributes and elsewhere."""
+        for _, held in _holders(self.modules):
+            yield from (held[key] for key in list(held) if key in self.read.names)
+        for _, table, key in self._outside():
+            yield table.get(key, None)
 
     def _outside(self) -> Iterator[tuple[str, Table, str]]:
         held = (
@@ -211,6 +231,10 @@ class Attributes:
                 given = held.get(key, MISSING)
                 if given is not value and not same(given, value):
                     yield f"{'.'.join(filter(None, (path, *steps, key)))}={word_of(given)}"
+            for key in held.keys() - found.keys() if (path, steps) in self.whole else ():
+                name = ".".join(filter(None, (path, *steps, key)))
+                if is_plain(held[key]) and name not in self.written and key not in (*_OF_MODULES, "forward"):
+                    yield f"{name}={word_of(held[key])}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attributes:
         new = memo[id(self)] = Attributes.__new__(Attributes)
@@ -223,7 +247,7 @@ class Attributes:
             "state": "", "replaced": "", "values": self.values, "read": self.read,
             "written": self.written, "dtype": self.dtype,
             "asked": self.asked, "_around": self.asked, "words": self.words, "modules": self.modules,
-            "empty": self.empty, "_seen": None, "_sizes": [],
+            "empty": self.empty, "whole": self.whole, "_seen": None, "_sizes": [],
         }  # fmt: skip
 
 
@@ -280,6 +304,17 @@ def _children(model: nn.Module) -> Iterator[tuple[str, Any, str, nn.Module]]:
                 yield f"{path}.{key}" if path else key, module._modules, key, child
 
 
+def _words(values: Iterable[Any], read: Consulted) -> frozenset[str]:
+    """The words among these values, and in containers, by which code may ask attributes:
+    `getattr(self, self.word)`."""
+    if ASKING.isdisjoint(read.names):
+        return frozenset()
+    tables = (list, tuple, set, frozenset)
+    flat = ([*value, *value.values()] if type(value) is dict else value for value in values)
+    parts = (part for value in flat for part in (value if type(value) in tables else (value,)))
+    return frozenset(part for part in parts if type(part) is str and part.isidentifier())
+
+
 def _worded(places: Iterable[tuple[str, Table, str]]) -> dict[str, str]:
     """What stands in places, in words. A class and its edited copy have one name, and both count."""
     words: dict[str, dict[str, None]] = {}
@@ -290,6 +325,11 @@ def _worded(places: Iterable[tuple[str, Table, str]]) -> dict[str, str]:
 
 def _holders(modules: Mapping[str, nn.Module]) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
     """The tables of attributes of each module, and of the objects that it holds; each once."""
+    yield from ((place, table_of(value)) for place, value in _objects(modules))
+
+
+def _objects(modules: Mapping[str, nn.Module]) -> Iterator[tuple[_Place, Any]]:
+    """Each module, and the objects that it holds; each once."""
     seen: set[int] = set()
     for path, module in modules.items():
         todo: list[tuple[int, tuple[str, ...], Any]] = [(0, (), module)]
@@ -299,7 +339,7 @@ def _holders(modules: Mapping[str, nn.Module]) -> Iterator[tuple[_Place, Mapping
                 continue
             seen.add(id(value))
             held = table_of(value)
-            yield (path, steps), held
+            yield (path, steps), value
             if depth < 2:
                 todo += [
                     (depth + 1, (*steps, key, *way), part)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Consulted", "Space", "asked_in", "consulted", "names_in"]
+__all__ = ["ANY", "ASKING", "Consulted", "Space", "asked_in", "consulted", "names_in"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +43,21 @@ def _space(name: str) -> Space:
 class Consulted:
     """`names` of attributes and globals that the code has, words that it may ask attributes by (`asked`),
     `variables` of the environment, and the globals that it names of each file; `any_name` where it may read
-    an attribute whose name it does not have."""
+    an attribute whose name it does not have. Of objects of the classes `whole`, and where it looks at
+    dataclasses (`data`) of all those, it may read every attribute."""
 
     names: frozenset[str] = frozenset()
     asked: frozenset[str] = frozenset()
     variables: frozenset[str] = frozenset()
     globals: tuple[tuple[Space, frozenset[str]], ...] = ()
     any_name: bool = False
+    whole: frozenset[str] = frozenset()
+    data: bool = False
+
+    def reads_all(self, kind: type) -> bool:
+        """Whether the code may read every attribute of an object of a class, which is no module's."""
+        classes = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+        return self.any_name or (self.data and is_dataclass(kind)) or not self.whole.isdisjoint(classes)
 
 
 def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
@@ -62,12 +70,17 @@ def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
     (['getattr', 'print'], frozenset({'flag'}), frozenset({'print'}))
     """
     tables: dict[int, tuple[dict[str, Any], set[str]]] = {}
-    codes, any_name = [], False
+    codes, any_name, whole, data = [], False, set[str](), False
     for code, table in ran:
         names = names_in([code])
         tables.setdefault(id(table), (table, set()))[1].update(name for name in names if name in table)
         codes.append(code)
-        any_name |= not _ANY.isdisjoint(names) and not _of_an_object(code, table)
+        if _of_an_object(code, table):
+            if not (ANY | _OF_DATA).isdisjoint(names):
+                whole.add(f"{table.get('__name__')}.{code.co_qualname.partition('.')[0]}")
+            continue
+        any_name |= not ANY.isdisjoint(names)
+        data |= not _OF_DATA.isdisjoint(names)
     return Consulted(
         names_in(codes),
         asked_in(codes),
@@ -76,6 +89,8 @@ def consulted(ran: Iterable[tuple[CodeType, dict[str, Any]]]) -> Consulted:
             (Space(str(table.get("__name__")), table), frozenset(names)) for table, names in tables.values()
         ),
         any_name,
+        frozenset(whole),
+        data,
     )
 
 
@@ -85,8 +100,9 @@ def _of_an_object(code: CodeType, table: dict[str, Any]) -> bool:
     return isinstance(kind, type) and not issubclass(kind, nn.Module)
 
 
-_ANY = frozenset(["__dict__", "vars", "attrgetter", "getattr_static"])
-_ASKING = frozenset(["getattr", "hasattr", "__getattribute__", "__getattr__"]) | _ANY
+ANY = frozenset(["__dict__", "vars", "attrgetter", "getattr_static"])
+_OF_DATA = frozenset(["asdict", "astuple", "fields"])
+ASKING = frozenset(["getattr", "hasattr", "__getattribute__", "__getattr__"]) | ANY
 _ENVIRONMENT = frozenset(["environ", "getenv"])
 
 
@@ -97,7 +113,7 @@ def names_in(codes: Iterable[CodeType]) -> frozenset[str]:
 
 def asked_in(codes: Iterable[CodeType]) -> frozenset[str]:
     """The words by which these codes may ask attributes."""
-    return _words_in(codes, _ASKING)
+    return _words_in(codes, ASKING)
 
 
 def _words_in(codes: Iterable[CodeType], where: frozenset[str]) -> frozenset[str]:
