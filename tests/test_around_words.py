@@ -131,3 +131,21 @@ def test_what_no_word_names_may_change(how):
 
 def any_far(model: Block) -> bool:
     return model.options.any()
+
+
+def halved(*args: Tensor) -> Tensor:
+    """A wrapper that has the defaults of what it wraps, and none of its names."""
+    return args[0] / 2
+
+
+halved.__defaults__ = ([1, 2],)
+
+
+def test_a_wrapper_with_more_defaults_than_names():
+    class Halves(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(halved(self.up(x)))
+
+    whole = Halves(any_far).double()
+    for found in simulate(2, lambda group: autotp.shard(copy.deepcopy(whole), PLAN, group, inputs=X)(X)):
+        assert (found - whole(X)).abs().max() < 1e-10

@@ -184,8 +184,8 @@ class _Defaults:
 def _defaults(function: FunctionType) -> dict[str, Any]:
     """Those defaults by name that may become others: no number does."""
     code, given = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(given) : code.co_argcount]
-    found = {**dict(zip(names, given, strict=True)), **(function.__kwdefaults__ or {})}
+    names = reversed(code.co_varnames[: code.co_argcount])  # a wrapper may have more defaults than names
+    found = {**dict(zip(names, reversed(given), strict=False)), **(function.__kwdefaults__ or {})}
     return {name: value for name, value in found.items() if has_objects(value) or _is_held(value)}
 
 
