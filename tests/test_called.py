@@ -405,8 +405,17 @@ def test_what_the_model_itself_refuses_is_told_in_its_words():
         assert str(raised.value) == (
             "Model is called with x of size 10 in dim 1, which tests/test_called.py:"
             f"{_checks.__code__.co_firstlineno + 1} asks: it cannot be traced: ValueError: at most 7 tokens\n"
+            "  = help: see whether the unsharded model takes such a call\n"
             "  = help: shard the model with inputs= that call it this way, to see what the plan lacks"
         )
+
+
+def test_a_list_of_many_numbers_is_not_told_in_full():
+    _, ranks = _ranks(_checks)
+    for rank in ranks:
+        with pytest.raises(UnprovenPath, match=r"x=list of 5 .* and 8 more: ") as raised:
+            rank([[0] * 8] * 5)
+        assert len(str(raised.value)) < 1000
 
 
 def test_what_the_code_asks_of_torch_is_looked_at():

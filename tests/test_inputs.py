@@ -290,7 +290,8 @@ class Odd(nn.Module):
 def test_what_cannot_be_found_is_said():
     with pytest.raises(autotp.UsageError) as caught:
         make(Odd())
-    first, note = str(caught.value).splitlines()
+    first, note, remedy = str(caught.value).splitlines()
+    assert remedy == "  = help: on the command line a factory gives them: it returns (model, inputs)"
     assert first == (
         "Odd: autotp cannot tell what forward(x, table) takes. Pass sample inputs: "
         "inputs=x, inputs=(x, y) or inputs={'x': x}"

@@ -32,7 +32,7 @@ from autotp.propagate.given import Proven, Traced
 from autotp.propagate.size_guards import SizeGuard, holds
 from autotp.rewrite.attributes import Attributes
 from autotp.rewrite.free_numbers import free_numbers
-from autotp.rewrite.further import Call, only_calls, proven_anew, whole
+from autotp.rewrite.further import CANNOT, Call, only_calls, proven_anew, whole
 from autotp.rewrite.sized_calls import Check, Sizes, check_of, sizes_of
 from autotp.rewrite.specialise import edit_anew
 from autotp.rewrite.undo import hooks
@@ -43,7 +43,7 @@ from autotp.trace.signature import UNKNOWN, Words, described, is_filled, signatu
 
 __all__ = ["Called", "guard_calls"]
 
-_REMEMBERED = 4096
+_REMEMBERED, _SHOWN = 4096, 6
 _FIRST = (
     "autotp proves a call that is like none of the traced ones when it is first made, which torch cannot "
     "compile: make such a call once before the model is compiled, or pass such inputs to autotp.shard"
@@ -199,15 +199,18 @@ class Called:
         new = [] if sized else self.proven.unlike(words)
         was = "" if self.path else " (it was proven {})"
         shown = [f"{p}={words[p]}{was.format(self.proven.shown(p))}" for p in new]
-        told = " and ".join(shown) or sized or ", ".join(f"{p}={w}" for p, w in words.items()) + " together"
+        told = (
+            _few(shown, " and ") or sized or _few([f"{p}={w}" for p, w in words.items()], ", ") + " together"
+        )
         told += f" and {state} since it was sharded" if state else ""
         if self.path:
             raise UnprovenPath(
                 f"{self.path} is called by itself with {told}: {reason}\n  = help: call the model, and not "
                 "its parts; or shard this part, as a model of its own"
             )
+        raised = "\n  = help: see whether the unsharded model takes such a call" if CANNOT in reason else ""
         raise UnprovenPath(
-            f"{type(model).__name__} is called with {told}: {reason}\n  = help: shard "
+            f"{type(model).__name__} is called with {told}: {reason}{raised}\n  = help: shard "
             "the model with inputs= that call it this way, to see what the plan lacks"
         )
 
@@ -218,6 +221,12 @@ class Called:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"passed": {}, "before": None}
+
+
+def _few(told: list[str], between: str) -> str:
+    """As much as fits a line or two: a list of tokens has a place for each."""
+    rest = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+    return between.join([*told[:_SHOWN], *rest])
 
 
 def _sized(known: list[Traced], sizes: Sizes) -> str:

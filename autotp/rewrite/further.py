@@ -34,9 +34,9 @@ from autotp.trace.modes import Mode
 from autotp.trace.recorder import Given
 from autotp.trace.signature import is_filled
 
-__all__ = ["Call", "Further", "length_of", "only_calls", "proven_anew", "whole"]
+__all__ = ["CANNOT", "Call", "Further", "length_of", "only_calls", "proven_anew", "whole"]
 
-NAME = "this call"
+NAME, CANNOT = "this call", "it cannot be traced"
 
 
 def bare(value: Any, shape: Any = None) -> Any:
@@ -136,7 +136,7 @@ def _proof(twin: nn.Module, analysis: Analysis, mode: Mode) -> tuple[Further, bo
     try:
         proof = prove_call(twin, analysis, mode)
     except TraceError as error:
-        return Further(f"it cannot be traced: {error}"), True
+        return Further(f"{CANNOT}: {error}"), True
     except NoSource as error:
         return Further(f"the edits of the model's code do not fit: {error}"), False
     found = errors(proof.diagnostics)

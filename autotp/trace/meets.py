@@ -65,6 +65,7 @@ def found(module: nn.Module) -> Samples:
         f"inputs=x, inputs=(x, y) or inputs={{'{first.name if first is not None else 'x'}': x}}\n"
         f"  = note: the nearest try was {_call(best[1])}: {best[2]}"
         + (f" ({best[2].source})" if best[2] is not None and best[2].source is not None else "")
+        + "\n  = help: on the command line a factory gives them: it returns (model, inputs)"
     )
 
 
