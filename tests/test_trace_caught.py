@@ -250,6 +250,17 @@ def test_a_backward_that_catches_it_is_unknown():
     assert trace.gradients == []
 
 
+def is_nan(t: Tensor) -> bool:
+    number = t.max().item()
+    return number != number
+
+
+def test_a_number_may_be_none():
+    """What is unlike itself is no number, which torch takes for impossible where it does not know it."""
+    with pytest.raises(TraceError, match="data-dependent"):
+        capture(Block(is_nan, "root", lambda ask: ask()), (X,), {})
+
+
 @pytest.mark.parametrize(("known", "other"), ((1, 0), (0, 1), (True, False)))
 def test_a_truth_is_compared_as_a_number(known, other):
     """`True == 1`, which torch takes for unlike where it does not know the truth."""

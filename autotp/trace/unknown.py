@@ -20,7 +20,8 @@ _OF_TENSORS = ("numpy", "__array__", "__dlpack__", "__format__", "data_ptr")
 @contextlib.contextmanager
 def unknown(raised: Callable[[Exception], None]) -> Iterator[None]:
     """While the context lasts, `raised` is called with what fake tensors, and numbers that values decide,
-    raise where the model's code asks for what they lack; and a truth is compared with 0 and 1 as one."""
+    raise where the model's code asks for what they lack; a truth is compared with 0 and 1 as one, and a
+    number with itself, which tells whether it is one, is asked for."""
 
     def told(kind: Any, name: str) -> Callable[..., Any]:
         inner = getattr(kind, name)
@@ -45,11 +46,23 @@ def unknown(raised: Callable[[Exception], None]) -> Iterator[None]:
 
         return method
 
+    def with_itself(name: str) -> Callable[..., Any]:
+        inner = getattr(torch.SymFloat, name)
+
+        def method(self: torch.SymFloat, other: Any) -> Any:
+            own = not is_library(sys._getframe(1).f_code.co_filename)
+            if own and isinstance(other, torch.SymFloat) and str(self) == str(other):
+                float(self)  # it raises
+            return inner(self, other)
+
+        return method
+
     places: list[tuple[Any, str]] = [(hooks.FAKE, name) for name in _OF_TENSORS if hooks.FAKE is not None]
     places += [(kind, "__format__") for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)]
     places.append((torch.SymInt, "__hash__"))
     new = {(kind, name): told(kind, name) for kind, name in places}
     new |= {(torch.SymBool, name): compared(name) for name in ("__eq__", "__ne__")}
+    new |= {(torch.SymFloat, name): with_itself(name) for name in ("__eq__", "__ne__")}
     before = {(kind, name): vars(kind).get(name) for kind, name in new}
     try:
         for (kind, name), method in new.items():
