@@ -102,11 +102,10 @@ def edit_anew(model: nn.Module, edits: Edits) -> None:
     since stays as it is."""
     for path, module in model.named_modules():
         own = module.__dict__.get(_KEY)
-        if isinstance(own, _Own) and own.edits and type(module) in _MADE.values():
-            new = edits.of(path)
-            if new != own.edits:
-                own.edits = new
-                module.__class__ = _subclass(*_described(type(module).__mro__[1], own))
+        ours = vars(type(module)).get("__reduce_ex__") is _reduce
+        if isinstance(own, _Own) and ours and own.edits and own.edits != edits.of(path):
+            own.edits = edits.of(path)
+            module.__class__ = _subclass(*_described(type(module).__mro__[1], own))
 
 
 _Described = tuple[type[nn.Module], tuple[str, ...], tuple[str, ...], bool, Edits, int, Group | None]
